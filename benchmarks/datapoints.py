@@ -1,4 +1,4 @@
-"""Writes the table of docs/datapoints/README.md: each machine's forecast and its measurement.
+"""Writes the table of docs/datapoints/README.md: each machine's forecast and measurement.
 
 python -m benchmarks.datapoints
 """
@@ -12,13 +12,13 @@ BEGIN, END = "<!-- datapoints: begin -->\n", "<!-- datapoints: end -->\n"
 
 
 def table(folder: Path = FOLDER) -> str:
-    """Return the table of the datapoints in a folder, by their files' names."""
+    """Return the table of the datapoints in a directory, sorted by file name."""
     rows = [row.line for file in sorted(folder.glob("*.json")) for row in read_rows(file)]
     return "\n".join([*HEAD, *rows]) + "\n"
 
 
 def main() -> None:
-    """Write it."""
+    """Write the table."""
     page = FOLDER / "README.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)

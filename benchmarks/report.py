@@ -32,7 +32,7 @@ FIGURES, DOCUMENT = DOCS / "figures.jsonl", DOCS / "performance.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A figure; its goal is bold where it was missed, its date is the measurement's."""
+    """A figure; a bold goal was missed; the date is the measurement's."""
 
     table: str
     what: str
@@ -45,12 +45,12 @@ class Row:
 
     @property
     def line(self) -> str:
-        """Return the row as the table shows it."""
+        """Return the row's line in the table."""
         cells = (self.what, self.figure, self.goal, self.machine, self.date, f"`{self.command}`")
         return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
 
     def filled(self, output: dict[str, Any]) -> str:
-        """Return the figure that an output gives; raises ValueError if a part is missing."""
+        """Return the figure from an output; raises ValueError if a part is missing."""
         if not self.template:
             raise ValueError(f"row {self.what!r} has no template; give --template or --figure")
         try:
@@ -65,14 +65,14 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def write_rows(rows: Sequence[Row], file: Path) -> None:
-    """Write a row a line, without its empty fields."""
+    """Write one row per line, without its empty fields."""
     objects = ({name: text for name, text in asdict(row).items() if text} for row in rows)
     lines = (json.dumps(one, ensure_ascii=False) + "\n" for one in objects)
     file.write_text("".join(lines), "utf-8")
 
 
 def last_object(text: str) -> dict[str, Any]:
-    """Return the last JSON object that stands in a line of its own; raises ValueError if none."""
+    """Return the last JSON object that is a line of its own; raises ValueError if there is none."""
     lines = [line for line in text.splitlines() if line.startswith("{")]
     if not lines:
         raise ValueError("expected a benchmark's output, which ends with a JSON object in one line")
@@ -93,9 +93,10 @@ def with_tables(document: str, rows: Sequence[Row]) -> str:
 
 
 def changed(rows: Sequence[Row], beginning: str, values: dict[str, str], output: str) -> list[Row]:
-    """Return the rows with one changed, or added to its table; raises ValueError.
+    """Return the rows with one changed or added to its table; raises ValueError.
 
-    `beginning` begins the row's `what` and that of no other; `output` is a benchmark's, or empty.
+    `beginning` must match the start of exactly one row's `what`; `output` is a benchmark's, or
+    empty.
     """
     fitting = [row for row in rows if row.what.startswith(beginning)]
     if "table" in values:
@@ -119,7 +120,7 @@ def changed(rows: Sequence[Row], beginning: str, values: dict[str, str], output:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Change a row where one is named, and write or check the tables."""
+    """Change a row if one is named, and write or check the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,9 @@
-"""Records a command on a terminal as an animated SVG; waits longer than two seconds are shortened.
+"""Records a command on a terminal as an animated SVG; waits of over two seconds are shortened.
 
 python -m benchmarks.terminal_picture docs/pictures/run.svg -- tandem run -p "Why is the sky blue?"
 
-A viewer without animation shows the last screen. Knows text, line ends, returns and the erasing of
-lines; colours and other control sequences are left out.
+A viewer without animation shows the last screen. It knows text, line ends, carriage returns and
+line erasure; colours and other control sequences are dropped.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\x1b[()=>].?")
 
 @dataclass
 class Version:
-    """What stands in a line from one moment to another."""
+    """A line's content for some time."""
 
     line: int
     text: str
@@ -46,7 +46,7 @@ class Screen:
     column: int = 0
 
     def write(self, text: str) -> None:
-        """Take a part of the output."""
+        """Process a part of the output."""
         place = 0
         for control in _CONTROL.finditer(text):
             self._plain(text[place : control.start()])
@@ -98,7 +98,7 @@ def output_of(command: list[str]) -> Iterator[tuple[float, str]]:
 
 
 def record(command: list[str]) -> tuple[list[Version], float]:
-    """Return every version of every line, and how long the command took."""
+    """Return every version of every line, and the command's seconds."""
     screen = Screen()
     screen.write(f"$ {shlex.join(command)}\r\n")
     versions: list[Version] = []
@@ -121,7 +121,7 @@ def record(command: list[str]) -> tuple[list[Version], float]:
 def _take(
     screen: Screen, shown: dict[int, Version], versions: list[Version], seconds: float
 ) -> None:
-    """Note the lines that have changed."""
+    """Record the lines that have changed."""
     for number, text in enumerate(screen.lines):
         before = shown.get(number)
         if before is not None and before.text == text:
@@ -133,7 +133,7 @@ def _take(
 
 
 def svg(versions: list[Version], seconds: float) -> str:
-    """Return the recording as a picture that plays by itself, again and again."""
+    """Return the recording as a picture that plays repeatedly."""
     total = seconds + PAUSE_SECONDS
     width = round(COLUMNS * CHARACTER_WIDTH + 2 * MARGIN)
     height = (max(v.line for v in versions) + 1) * LINE_HEIGHT + 2 * MARGIN
@@ -141,7 +141,7 @@ def svg(versions: list[Version], seconds: float) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14" fill="#e6edf3">',
         f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117">',
-        # Never seen: the clock that the lines go by.
+        # Hidden: the clock of the lines' animation.
         f'<animate id="play" attributeName="x" from="0" to="0" begin="0s;play.end" '
         f'dur="{total:.2f}s"/></rect>',
     ]

@@ -1,4 +1,4 @@
-"""Writes the API reference into a directory, HTML made of the docstrings: `make api-docs`."""
+"""Writes the API reference as HTML from the docstrings: `make api-docs`."""
 
 import pkgutil
 import sys
@@ -11,8 +11,8 @@ import tandem
 
 
 def main() -> None:
-    """Write all packages but the command line, whose reference is `tandem COMMAND --help`."""
-    for name in tandem.__all__:  # tandem loads them when they are used; pdoc calls nothing
+    """Write the reference of all packages but the command line."""
+    for name in tandem.__all__:  # tandem loads them lazily; pdoc calls no functions
         vars(tandem)[name] = getattr(tandem, name)
     packages = [found.name for found in pkgutil.iter_modules(tandem.__path__) if found.ispkg]
     names = [f"tandem.{name}" for name in packages if name != "cli"]

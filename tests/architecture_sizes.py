@@ -9,7 +9,7 @@ MAX_LAYERS = 4
 EXPERTS = 8
 TOP_K = 2
 
-# What each key of a configuration is made, wherever it occurs. Widths that reach expert weights
+# The values of configuration keys, wherever they occur. Widths that reach expert weights
 # are multiples of 32, the group of the quantised formats.
 SIZES: dict[str, Any] = {
     # text

@@ -1,7 +1,7 @@
 """Tiny random models of every architecture of the installed Transformers with fused experts.
 
-Nothing here lists architectures: they are found in the package and among Tandem's adapters, and one
-table of small sizes is laid over whatever keys a configuration has.
+No architecture is listed here. They are found in Transformers and among Tandem's adapters, and one
+table of small sizes (SIZES) replaces the values in each default configuration.
 """
 
 import functools
@@ -36,8 +36,8 @@ NEWEST = (5, 23)
 """The Transformers that what is kept of steps was written on."""
 IS_OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST
 
-# One of each kind of attention, state, router, expert and residual: `by_kind` has what all have
-# tried by `make test-slow`.
+# One of each kind of attention, state, router, expert and residual; `make test-slow` tries all
+# that `by_kind` leaves out.
 KINDS = {
     "aria", "dbrx", "deepseek_v3", "deepseek_v4", "diffusion_gemma", "ernie4_5_vl_moe", "gemma4",
     "glm5_next", "gpt_oss", "granitemoehybrid", "hy_v4", "inkling", "jamba", "kimi_linear",
@@ -51,7 +51,7 @@ ROUTER_GAIN = 1.5
 
 @functools.cache
 def architectures() -> list[str]:
-    """Name every model folder of the installed Transformers with experts that Tandem computes."""
+    """Return the names of the model folders of Transformers whose experts Tandem computes."""
     models = Path(transformers.__file__).parent / "models"
     sources = {
         path.parent.name: path.read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def architectures() -> list[str]:
 
 
 def adapted() -> set[str]:
-    """Name the model folders whose experts Tandem's adapters put on the interface."""
+    """Return the names of the model folders whose experts use the interface through an adapter."""
     return {name.partition(".")[0] for name in ADAPTERS}
 
 
@@ -73,7 +73,7 @@ def experts_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def experts_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the same modules, or what an adapter replaces of them, or has in its place."""
+    """Return the blocks that compute experts: experts modules, or an adapter's replacements."""
     blocks = [
         module
         for module in model.modules()
@@ -98,9 +98,10 @@ def build_tiny_dense_model(
 def build_tiny_model(
     name: str, seed: int = 0, *, class_name: str = "", values: Mapping[str, Any] | None = None
 ) -> PreTrainedModel:
-    """Build a random model of architecture `name`: fp32, eval mode, experts that are heard.
+    """Build a random fp32 model of architecture `name` whose experts influence the output; eval
+    mode.
 
-    `class_name` is of another class than the usual one; `values` are more of its config's.
+    `class_name` selects another class than the usual one; `values` override config values.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -116,14 +117,14 @@ def build_tiny_model(
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
-    """Tell whether the model decodes from a key/value cache; encoders do not."""
+    """Tell whether the model decodes with a key/value cache; encoders do not."""
     return model.can_generate() or "decoder_input_ids" in _forward_arguments(model)
 
 
 def tiny_inputs(model: PreTrainedModel) -> dict[str, Any]:
     """Return a prompt of plain text tokens: two sequences of seven."""
     inputs: dict[str, Any] = {"input_ids": _plain_tokens(PROMPT_LENGTH)}
-    if "decoder_input_ids" in _forward_arguments(model):  # diffusion draws its canvas otherwise
+    if "decoder_input_ids" in _forward_arguments(model):  # diffusion draws its canvas at random
         inputs["decoder_input_ids"] = _plain_tokens(SIZES["canvas_length"])
     if takes_cache(model):
         inputs["use_cache"] = True
@@ -131,7 +132,7 @@ def tiny_inputs(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def next_inputs(model: PreTrainedModel, outputs: ModelOutput) -> dict[str, Any]:
-    """Return the step after the prompt's `outputs`: one token, or one canvas, and the cache."""
+    """Return the inputs of the step after a prompt: one token or one canvas, and the cache."""
     name = cache_argument(model)
     step: dict[str, Any] = {name: outputs[name], "use_cache": True}
     if "decoder_input_ids" in _forward_arguments(model):
@@ -140,7 +141,7 @@ def next_inputs(model: PreTrainedModel, outputs: ModelOutput) -> dict[str, Any]:
 
 
 def result_of(outputs: ModelOutput) -> Tensor:
-    """Return what two runs are compared by: logits, or hidden states of a model without a head."""
+    """Return the tensor that tests compare: logits, or hidden states of a model without a head."""
     result: Tensor = outputs["logits" if "logits" in outputs else "last_hidden_state"]
     return result
 
@@ -164,7 +165,7 @@ def _model_classes(name: str) -> list[type[PreTrainedModel]]:
 
 
 def by_kind(names: Iterable[str]) -> list[ParameterSet]:
-    """Return a test's architectures; those that are like another one are left to `test-slow`."""
+    """Return a test's architectures; those similar to another one are left to `test-slow`."""
     slow = pytest.mark.slow
     return [pytest.param(name, marks=() if name in KINDS else slow) for name in sorted(names)]
 
@@ -191,7 +192,7 @@ def _tiny_config(model_class: type[PreTrainedModel], more: Mapping[str, Any]) ->
 
 
 def _tiny_values(default: PreTrainedConfig) -> dict[str, Any]:
-    """Lay SIZES over the keys of a default configuration and of those nested in it."""
+    """Replace the sizes in a default configuration, and in nested ones, by those of SIZES."""
     values: dict[str, Any] = {}
     stored = vars(default)  # getattr refuses keys that vary by layer
     layers = _layers_to_keep(default)
@@ -215,14 +216,14 @@ def _stored_name(config: PreTrainedConfig, key: str) -> str:
 
 
 def _like(default: object, size: Any, layers: list[int]) -> Any:
-    """Repeat a size where the default gives one number for each layer or each of several parts."""
+    """Repeat a size where the default is a list: one number per layer or per part."""
     if not isinstance(default, list | tuple):
         return size
     return [size] * min(len(default), max(len(layers), 1))
 
 
 def _key_value_heads(stored: dict[str, Any], values: dict[str, Any], prefix: str) -> dict[str, int]:
-    """Give keys and values as many heads as queries have, one, or half, as in the default."""
+    """Return the number of key/value heads: all, half or one of the query heads."""
     queries, keys = f"{prefix}_attention_heads", f"{prefix}_key_value_heads"
     if stored.get(keys) is None or queries not in stored:
         return {}
@@ -237,9 +238,10 @@ def _is_per_layer(config: PreTrainedConfig, value: object) -> bool:
 
 
 def _layers_to_keep(config: PreTrainedConfig) -> list[int]:
-    """Choose up to MAX_LAYERS layers of a default configuration: one of each kind, then the last.
+    """Choose up to MAX_LAYERS layers of a default configuration: one of each kind, then the last
+    ones.
 
-    The last ones, because layers without experts come first.
+    Layers without experts come first, so the last layers have experts.
     """
     n_layers = getattr(config, "num_hidden_layers", None) or 0
     lists = [value for value in vars(config).values() if _is_per_layer(config, value)]
@@ -250,9 +252,9 @@ def _layers_to_keep(config: PreTrainedConfig) -> list[int]:
 
 
 def _draw_weights(model: PreTrainedModel) -> None:
-    """Draw weights with which experts are heard in the output and rounding does not grow.
+    """Draw weights such that experts influence the output and rounding errors do not grow.
 
-    The embedding outweighs what each layer adds to it, as in trained models.
+    The embedding is larger than what each layer adds to it, as in trained models.
     """
     head = model.get_output_embeddings()
     with torch.no_grad():
@@ -270,7 +272,7 @@ def _draw_weights(model: PreTrainedModel) -> None:
             if "tid2eid" in name:  # DeepSeek-V4's table from token to experts
                 scores = torch.rand(len(buffer), model.config.n_routed_experts)
                 buffer.copy_(scores.argsort(-1)[:, : buffer.shape[-1]])
-            elif "bias" in name:  # of routers; ZAYA resets what does not start at zero on loading
+            elif "bias" in name:  # of routers; loading ZAYA resets what does not start at zero
                 buffer.add_(0.03 * torch.randn_like(buffer) * (buffer == 0))
 
 

@@ -1,11 +1,13 @@
-"""What all tests share: one torch thread, quiet Transformers, groups of tests, and two options.
+"""Shared configuration of all tests: one torch thread, quiet Transformers, groups, two options.
 
-The machine must not decide what is tested: `--isa NAME` (or `best`) runs all tests with that
-instruction set of the CPU kernels. Without it tests marked `every_isa`, whose results depend on the
-kernels, run with each that this processor has and that has kernels of all kinds; but of the
-parameter `first_of` names, such as the architecture, all values run with the best alone and the
-first one with the others. `--isa all` runs all values with all. Their fixtures that start kernels
-ask for `isa`, so that they start again. `--write-docs` writes generated documents.
+`--isa NAME` (or `best`) runs all tests with that instruction set of the CPU kernels, so that the
+machine does not decide what is tested. Without it, tests marked `every_isa`, whose results depend
+on the kernels, run with each instruction set of this processor that has kernels of all kinds. Of
+the parameter that `first_of` names, such as the architecture, only the first value runs with each
+of them; the others run with the best. `--isa all` runs all values with all of them. Fixtures that
+start kernels depend on `isa`, so that they start again.
+
+`--write-docs` writes the generated documents.
 """
 
 import functools
@@ -22,17 +24,17 @@ if TYPE_CHECKING:
     from tandem.experts.store.host_store import HostStore
     from tandem.kernels.dense import CpuThreads
 
-# Drawn cases are judged by what they give, never by their time: machines are shared.
-# `make test-slow` draws as many as Hypothesis does by itself.
+# Random cases have no time limit, because machines are shared.
+# `make test-slow` runs Hypothesis' default number of cases.
 hypothesis.settings.register_profile("tandem", deadline=None, max_examples=40)
 hypothesis.settings.register_profile("slow", deadline=None)
 hypothesis.settings.load_profile("tandem")
 
-# Read when torch loads its OpenMP: threads that spin for a busy core stop a shared machine.
+# Read when torch loads its OpenMP: threads that spin for a busy core would stall a shared machine.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 REPOSITORY = Path(__file__).parent.parent
-# Modules whose tests share at most a model, of the architecture or GPU that a test's name says.
+# Modules whose tests share at most a model, by the architecture or GPU in a test's name.
 _EACH_ALONE = ("test_architectures", "test_models", "test_triton_launches")
 
 
@@ -48,11 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    gc.disable()  # what is collected stays
+    gc.disable()  # what exists after collection stays
 
 
 def pytest_collection_finish() -> None:
-    """Ten thousand tests need not be looked through in each collection of a test's garbage."""
+    """Freeze the garbage collector's objects: no collection has to visit ten thousand tests."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -71,7 +73,7 @@ def _isas(config: pytest.Config) -> list[str]:
     match config.getoption("--isa"):
         case None:
             best, *others = available_isas()
-            # Their products alone are not AVX-512's and AVX2's; tests/kernels runs these with each.
+            # Only their products differ from AVX-512's and AVX2's; tests/kernels runs them all.
             alike = {"avxvnni", *(("avx512",) if best == "amx" else ())}
             return [best, *(isa for isa in others if isa not in alike)]
         case "all":
@@ -84,7 +86,7 @@ def _isas(config: pytest.Config) -> list[str]:
 
 @pytest.fixture(scope="module")
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The instruction set of kernels that start without a choice, child processes' included."""
+    """Set the instruction set of kernels that start without one, also in child processes."""
     with pytest.MonkeyPatch.context() as patch:
         _force(request.param, patch)
         yield request.param
@@ -99,12 +101,12 @@ def _force(name: str, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def threads(isa: str) -> "CpuThreads":
-    """Threads of the instruction set that is asked for, or of the best."""
+    """Kernel threads with the requested instruction set, or the best one."""
     return two_threads()
 
 
 def two_threads() -> "CpuThreads":
-    """Return two kernel threads, kept, of the instruction set that is forced, or of the best."""
+    """Return two kernel threads, reused, with the requested instruction set or the best one."""
     from tandem.kernels import engine
 
     return _threads(engine.best_isa())
@@ -117,11 +119,11 @@ def _threads(isa: str) -> "CpuThreads":
     return CpuThreads(num_threads=2, isa=isa)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the tests that share a model, a server or a module into one process, the longest first.
+    """Run tests that share a model, a server or a module in one process, the longest first.
 
-    So what their fixtures make is made once, and not in each process.
+    So their fixtures are built once, not once per process.
     """
     if config.getoption("--isa") is None:
         repeated = _repeated(items, _isas(config)[0])
@@ -142,13 +144,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _name_of(item: pytest.Item) -> str:
-    """Return the architecture that a test is of, or else the test's own name."""
+    """Return the architecture that a test is parametrised by, or the test's name."""
     callspec = getattr(item, "callspec", None)
     return item.name if callspec is None else str(callspec.params.get("name", item.name))
 
 
 def _repeated(items: list[pytest.Item], best: str) -> list[pytest.Item]:
-    """Return the tests on another instruction set than the best, of later values of `first_of`."""
+    """Return the tests of later values of `first_of` with other instruction sets than the best."""
     first: dict[str, object] = {}
     found: list[pytest.Item] = []
     for item in items:
@@ -172,7 +174,7 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Mixtral; tests that change files have their own."""
+    """A tiny Mixtral checkpoint; tests that change files make their own."""
     from tests.hf.tiny import save_tiny_checkpoint
 
     return save_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
@@ -180,13 +182,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> str:
-    """A tiny Mixtral as a command's word."""
+    """The path of a tiny Mixtral, as a command's argument."""
     return str(checkpoint)
 
 
 @pytest.fixture(scope="module")
 def store() -> "HostStore":
-    """Experts in int8; no test writes into them."""
+    """A store of int8 experts; tests must not write to it."""
     from tests.experts.machines import make_store
 
     return make_store()
@@ -194,7 +196,7 @@ def store() -> "HostStore":
 
 @pytest.fixture(scope="module")
 def find_kernels() -> Iterator[Any]:
-    """Return what finds the kernels of decode attention, in Triton's interpreter."""
+    """Return a function that finds the decode attention kernels, in Triton's interpreter."""
     pytest.importorskip("triton")
     from tests.kernels.interpreter import interpreted
 
@@ -206,7 +208,7 @@ def find_kernels() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file with a made-up machine."""
+    """A file with a made-up machine's profile."""
     from tandem.hardware.profiles import save_profile
     from tests.experts.machines import make_machine
 

@@ -23,7 +23,7 @@ TEMPLATE = (
     + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )  # fmt: skip
-# By architecture: what its configuration must say beside tiny sizes.
+# By architecture: values that its configuration needs beside tiny sizes.
 MODELS = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
@@ -42,9 +42,9 @@ def build_image_model(name: str) -> Any:
 def image_prompt(
     model: Any, parts: Sequence[int | Sequence[int]], seeds: Sequence[int] = (0, 1, 2)
 ) -> ImagePrompt:
-    """Return a prompt of token ids and, images, which are (height, width) in tokens.
+    """Return a prompt of token ids and images (height, width), given in tokens.
 
-    Images have random pixels by their seeds.
+    The seeds decide the images' random pixels.
     """
     vision = model.config.vision_config
     merge = vision.spatial_merge_size
@@ -75,7 +75,7 @@ def image_prompt(
 
 
 def transformers_tokens(model: Any, prompt: ImagePrompt, count: int) -> list[int]:
-    """Return the tokens that Transformers' own `generate` writes."""
+    """Return the tokens of Transformers' own `generate`."""
     ids = torch.tensor([prompt.ids])
     out = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), **prompt.tensors(),
@@ -85,7 +85,7 @@ def transformers_tokens(model: Any, prompt: ImagePrompt, count: int) -> list[int
 
 
 def image_tokenizer() -> Any:
-    """Return the tokenizer of tiny models, in whose texts an image has a placeholder."""
+    """Return the tokenizer of tiny models, which writes a placeholder for an image."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE, BEGIN, END]})
     assert tokenizer.convert_tokens_to_ids(IMAGE) == IMAGE_TOKEN
@@ -94,7 +94,7 @@ def image_tokenizer() -> Any:
 
 
 def save_image_checkpoint(directory: Path, name: str = "qwen3_5_moe") -> Path:
-    """Write a tiny model that takes images, with its tokenizer and its image processor."""
+    """Write a tiny model that takes images, its tokenizer and its image processor."""
     build_image_model(name).save_pretrained(directory)
     image_tokenizer().save_pretrained(directory)
     preprocessor = {
@@ -107,7 +107,7 @@ def save_image_checkpoint(directory: Path, name: str = "qwen3_5_moe") -> Path:
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (70, 50), kind: str = "PNG") -> bytes:
-    """Return the file of an image of random pixels; needs Pillow."""
+    """Return an image file of random pixels; needs Pillow."""
     from PIL import Image
 
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)

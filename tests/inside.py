@@ -1,4 +1,4 @@
-"""What tests look into of a loaded model, and compare."""
+"""Helpers that inspect and compare loaded models."""
 
 from typing import Any
 
@@ -18,16 +18,16 @@ class SimulatedConfig(OffloadConfig):
 
 
 def runtime_in(model: Any) -> Any:
-    """Return a loaded model's `Runtime`, untyped: a test knows which executor it has asked for."""
+    """Return a loaded model's `Runtime`, untyped, because a test knows its executor's type."""
     return require_runtime(model)
 
 
 def logits_of(model: Any) -> Tensor:
-    """Return what a model answers to `tiny_inputs`."""
+    """Return a model's logits for `tiny_inputs`."""
     with torch.no_grad():
         return result_of(model(**tiny_inputs(model)))
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return how far apart two results are, measured against the second."""
+    """Return the difference of two results relative to the second one's norm."""
     return ((found.float() - expected.float()).norm() / expected.float().norm()).item()

@@ -1,4 +1,4 @@
-"""The table of modules in docs/modules.md, from the first lines of their docstrings."""
+"""Makes the table of modules in docs/modules.md from the first lines of docstrings."""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _SOURCES = REPOSITORY / "src"
 
 
 def document() -> str:
-    """Return the document as the modules have it now."""
+    """Return the document for the current modules."""
     table = "\n".join(_table(_SOURCES / "tandem"))
     return (
         "# Modules\n\nThe first part of the API reference: every module with the first line of its "
@@ -22,7 +22,7 @@ def document() -> str:
 
 
 def first_line(file: Path) -> str:
-    """Return the first line of a module's docstring; nothing if it has none."""
+    """Return the first line of a module's docstring, or an empty string."""
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return docstring.partition("\n")[0]
 

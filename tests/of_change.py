@@ -1,10 +1,10 @@
-"""Prints which tests belong to what has changed since a commit: `make test-fast` runs them."""
+"""Prints the tests of what has changed since a commit, for `make test-fast`."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-# Packages whose tests lie with another one's.
+# Packages whose tests are in another package's directory.
 _PLACES = {
     "apis": "server", "engine": "server", "checkpoint": "loading", "devices": "experts",
     "kv_cache": "decode", "machines": "hf", "text": "loading", "triton_kernels": "kernels",
@@ -18,7 +18,7 @@ def _git(*words: str) -> list[str]:
 
 
 def tests_of(path: str) -> str | None:
-    """Return the directory of tests of a changed file; None for what the house's tests look at."""
+    """Return the test directory of a changed file; None if tests of the repository cover it."""
     match Path(path).parts:
         case ("src", "tandem", package, _, *_):
             found = f"tests/{_PLACES.get(package, package)}"

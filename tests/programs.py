@@ -1,8 +1,8 @@
-"""Starts `tandem` as processes of their own that need not import torch and Transformers again.
+"""Starts `tandem` processes that need not import torch and Transformers again.
 
-Each is forked from one interpreter that has imported them and done nothing else: that import takes
-seconds, and the tests start a hundred programs. Files, terminal, signals, exit code and end are a
-process's own. What only a cold start can show is left to tests/hf/test_import.py and others.
+Each is forked from an interpreter that has imported them and done nothing else. The import takes
+seconds, and the tests start a hundred programs. Files, terminal, signals, exit code and end are
+those of a process. Only tests/hf/test_import.py and a few others need a cold start.
 
     python -m tests.programs IMPORTS    the interpreter: serves requests on file descriptor 0
 """
@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import transformers.models.mixtral.modeling_mixtral
 for name in tandem.__all__: getattr(tandem, name)
 """
-# The slow part of importing Transformers, and nothing of Transformers or Tandem.
+# The slow part of importing Transformers, without Transformers or Tandem.
 TORCH_IMPORTS = "import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor"
 _MESSAGE_BYTES = 1 << 16
 
@@ -53,8 +53,8 @@ class Program:
     ) -> None:
         """Start `python -c code words`; `files` are its input, output and errors.
 
-        With `has_terminal` its input becomes the terminal that controls it. `imports` is what its
-        interpreter has run before.
+        With `has_terminal` its input becomes its controlling terminal. Its interpreter has already
+        run `imports`.
         """
         request = {
             "code": code, "words": list(words), "env": dict(env), "directory": os.getcwd(),
@@ -68,22 +68,22 @@ class Program:
         self.pid = self._receive(120)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if the program has not been waited for."""
+        """Send a signal, unless the program has been waited for."""
         if self._exit_code is None:
             os.kill(self.pid, number)
 
     def wait(self, seconds: float = 120) -> int:
-        """Wait for the end; return the exit code as subprocess gives it."""
+        """Wait for the end; return the exit code in subprocess's form."""
         if self._exit_code is None:
             self._exit_code = self._receive(seconds)
         return self._exit_code
 
     def __enter__(self) -> "Program":
-        """Run until the context is left."""
+        """Return the program."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """Kill the program if it runs."""
         self.send_signal(signal.SIGKILL)
         self.wait()
         self._connection.close()
@@ -96,7 +96,7 @@ class Program:
 def tandem(
     *words: str, stdin: str = "", env: Mapping[str, str] = ENVIRONMENT
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, its input a pipe."""
+    """Run a command to its end with a pipe as its input."""
     return _run(words, stdin, env=env)
 
 
@@ -107,7 +107,7 @@ def python(
     env: Mapping[str, str] = ENVIRONMENT,
     imports: str = IMPORTS,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code to its end, where `imports` have been run before."""
+    """Run Python code to its end, in an interpreter that has already run `imports`."""
     return _run(words, stdin, env=env, code=code, imports=imports)
 
 
@@ -126,7 +126,7 @@ def _run(words: Sequence[str], stdin: str, **options: Any) -> subprocess.Complet
 
 @functools.cache
 def _interpreter(imports: str) -> socket.socket:
-    """Start an interpreter that programs are forked from; return the way to it."""
+    """Start an interpreter that programs are forked from; return its socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.programs", imports],
@@ -145,7 +145,7 @@ def _interpreter(imports: str) -> socket.socket:
 
 
 def _serve() -> dict[str, Any] | None:
-    """Fork for each request; return it in the process that is to become the program."""
+    """Fork for each request; return the request in the child process."""
     connection = socket.socket(fileno=os.dup(0))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     while True:
@@ -163,7 +163,7 @@ def _serve() -> dict[str, Any] | None:
 
 
 def _keep(connection: socket.socket) -> None:
-    """Fork the program, in which alone this returns; tell its id, and its exit code at the end."""
+    """Fork the program and return in it only; the parent reports its id and exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
@@ -187,7 +187,7 @@ def _take_files(files: Sequence[int]) -> None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Run the program of a request, as `python -c` does."""
+    """Run the requested program, as `python -c` does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's shell ignores it
     os.environ.clear()
     os.environ.update(request["env"])
@@ -201,6 +201,6 @@ def _become(request: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     exec(sys.argv[1])
-    gc.freeze()  # or each program would copy all of it to look for garbage at its end
+    gc.freeze()  # otherwise each program would copy all of it in a garbage collection at its end
     if (wanted := _serve()) is not None:
         _become(wanted)

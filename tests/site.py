@@ -1,9 +1,9 @@
-"""Hooks of mkdocs.yml: pages outside docs/, links as GitHub reads them, nothing from other hosts.
+"""MkDocs hooks: pages outside docs/, links as GitHub resolves them, nothing from other hosts.
 
-Documents link to each other, and to code, by paths in the repository. The site has README.md as its
-first page, CONTRIBUTING.md and its like beside it, and a page for each file of code that a document
-names; `python -m tests.api_reference` has written the API reference into build/api before.
-Needs MkDocs only where it is called by MkDocs.
+Documents link to each other and to code by repository paths. The site has README.md as its first
+page, CONTRIBUTING.md and others beside it, and a page for each code file that a document names.
+`python -m tests.api_reference` must have written the API reference into build/api. MkDocs is
+imported only in the hooks that MkDocs calls.
 """
 
 import os
@@ -26,19 +26,19 @@ LOADED = re.compile(r"<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=\"?(?:ht
 
 
 def documents() -> list[str]:
-    """Return the paths of all documents of the site, in the repository."""
+    """Return the repository paths of all documents of the site."""
     return [*PAGES, *sorted(f.relative_to(ROOT).as_posix() for f in ROOT.glob("docs/**/*.md"))]
 
 
 def links(document: str) -> Iterator[tuple[str, str]]:
-    """Yield a document's links into the repository: a path in it, and the anchor or nothing."""
+    """Yield a document's links into the repository: a path, and an anchor or an empty string."""
     text = CODE.sub("", (ROOT / document).read_text(encoding="utf-8"))
     for path, anchor in LINK.findall(text):
         yield _resolved(document, path) if path else document, anchor[1:]
 
 
 def anchors(document: str) -> set[str]:
-    """Return the anchors of a document's headings, as GitHub and the site write them."""
+    """Return the anchors of a document's headings, as GitHub and the site make them."""
     text = re.sub(r"(?ms)^(```|~~~).*?^\1", "", (ROOT / document).read_text(encoding="utf-8"))
     headings = re.findall(r"(?m)^#+ (.*)$", text)
     return {
@@ -47,14 +47,14 @@ def anchors(document: str) -> set[str]:
 
 
 def page_of(path: str) -> str:
-    """Return where the site has a file of the repository."""
+    """Return the site's page of a repository file."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return PAGES.get(path, f"source/{path}.md")
 
 
 def with_site_links(markdown: str, document: str) -> str:
-    """Return a document's text with links that lead from its page to other pages of the site."""
+    """Return a document's text with links rewritten to pages of the site."""
     folder = PurePosixPath(page_of(document)).parent
 
     def replaced(match: re.Match[str]) -> str:
@@ -71,14 +71,14 @@ def _resolved(document: str, path: str) -> str:
 
 
 def on_config(config: Any) -> None:
-    """Have headings' anchors as GitHub has them."""
+    """Use GitHub's anchors for headings."""
     from pymdownx.slugs import slugify
 
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Add the pages outside docs/, the code that documents name, and the API reference."""
+    """Add the pages outside docs/, the code files that documents name, and the API reference."""
     from mkdocs.structure.files import File
 
     texts = {page: (ROOT / path).read_text("utf-8") for path, page in PAGES.items()}
@@ -97,7 +97,7 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Have links lead to pages of the site."""
+    """Rewrite links to pages of the site."""
     names = {page: path for path, page in PAGES.items()}
     uri = page.file.src_uri
     return (

@@ -1,4 +1,4 @@
-"""CHANGELOG.md has the form of Keep a Changelog, so that users find what a version brings them."""
+"""Tests of CHANGELOG.md: the form of Keep a Changelog."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The native kernels take addresses, so a user's `torch.set_default_device` must not reach them."""
+"""Tests that `torch.set_default_device` does not affect native calls, which take addresses."""
 
 import ast
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def test_a_packed_model_is_loaded_first_of_all(
     assert all(torch.equal(a.data, b.data) for a, b in zip(matrices, originals, strict=True))
 
 
-# Of these models Transformers itself follows no default.
+# For these models Transformers itself ignores the default.
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_answers_do_not_depend_on_the_default_device(name: str, tmp_path: Path) -> None:
     model = tandem.load(save_tiny_checkpoint(tmp_path / "tiny", name), threads=1)

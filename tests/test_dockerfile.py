@@ -1,4 +1,4 @@
-"""The Dockerfile's lines are a shell's, and name what the repository has."""
+"""Tests of the Dockerfile: its lines are valid shell, and its files exist."""
 
 import re
 import subprocess

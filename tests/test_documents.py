@@ -1,4 +1,4 @@
-"""Documents name things that exist, and what is generated is up to date.
+"""Tests that documents name existing things, and that generated documents are up to date.
 
 Writes the table of modules, docs/modules.md: `pytest tests/test_documents.py --write-docs`.
 """

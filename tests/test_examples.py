@@ -1,6 +1,6 @@
-"""The programs in examples/, as a user starts them, on a tiny random model.
+"""Tests of the programs in examples/, as a user starts them, with a tiny random model.
 
-The one that needs a server is run by tests/server/test_clients.py, beside the server that is there.
+tests/server/test_clients.py runs the one that needs a server.
 """
 
 import json
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def example(name: str, *words: object, cache: Path, stdin: str = "") -> list[str]:
-    """Run an example to its end; return the lines that it printed."""
+    """Run an example to its end; return its output lines."""
     environment = {**ENVIRONMENT, "TANDEM_CACHE": str(cache), "HOME": str(cache)}
     done = python(RUN, str(EXAMPLES / name), *map(str, words), stdin=stdin, env=environment)
     assert done.returncode == 0, done.stderr

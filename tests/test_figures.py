@@ -1,4 +1,4 @@
-"""docs/performance.md shows docs/figures.jsonl, and each figure's command is accepted."""
+"""Tests that docs/performance.md shows docs/figures.jsonl, with valid commands."""
 
 import argparse
 import importlib
@@ -35,7 +35,7 @@ ROW = Row(
 
 
 class Parsed(BaseException):
-    """Ends a program where it has read its command line."""
+    """Raised where a program has parsed its command line."""
 
 
 def test_tables_are_up_to_date() -> None:
@@ -71,7 +71,7 @@ def test_commands_of_figures_are_accepted(command: str, monkeypatch: pytest.Monk
 
 
 def _read_command_line(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a program until its options are parsed."""
+    """Run a program until it has parsed its options."""
     module = importlib.import_module(name)
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{name}.__main__")

@@ -1,4 +1,4 @@
-"""`make release` tags what it has checked, uploads nothing, and stops with one sentence."""
+"""Tests of `make release`: it tags what it checked, uploads nothing, stops with a sentence."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_wheels import ROOT, commit, git, said
 
-# In place of a Python: makes an environment whose tools write empty files and note their calls.
+# Replaces Python: makes an environment whose tools write empty files and record their calls.
 PYTHON = """#!/bin/sh
 [ "$2" = venv ] || exit 0
 mkdir -p "$3/bin"
@@ -63,7 +63,7 @@ def tags(clone: Path) -> str:
 
 
 def release(clone: Path, version: str = "1.2.3") -> str:
-    """Return what a release that is refused says; it leaves no tag of its own."""
+    """Return the error of a refused release; it leaves no tag."""
     before = tags(clone)
     sentence = said(str(clone / "wheels/release.sh"), version)
     assert tags(clone) == before

@@ -1,4 +1,4 @@
-"""The site's parts hold together; MkDocs itself is asked by `make docs` alone."""
+"""Tests of the site's parts; only `make docs` runs MkDocs itself."""
 
 from typing import Any
 

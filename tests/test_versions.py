@@ -1,4 +1,4 @@
-"""The versions that are named in several places are the same ones."""
+"""Tests that versions that several files name are equal."""
 
 import re
 import tomllib

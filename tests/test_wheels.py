@@ -1,4 +1,4 @@
-"""What stops a wheel is one sentence; the wheels themselves are checked by make check-wheel."""
+"""Tests of errors in building wheels: one sentence; make check-wheel checks the wheels."""
 
 import os
 import re
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def said(*command: str, **environment: str) -> str:
-    """Return what a command says that is refused: one sentence."""
+    """Return the one-sentence error of a refused command."""
     env = os.environ | environment
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
@@ -24,7 +24,7 @@ def said(*command: str, **environment: str) -> str:
 def test_a_python_that_does_not_run_is_named_with_those_that_do(
     script: str, tmp_path: Path
 ) -> None:
-    # As a name of pyenv's that is on the PATH, and whose version is not chosen.
+    # As the name of a pyenv version on the PATH that is not selected.
     pretended = tmp_path / "python3.12"
     pretended.write_text("#!/bin/sh\nexit 127\n")
     pretended.chmod(0o755)
@@ -40,7 +40,7 @@ def test_a_python_that_does_not_run_is_named_with_those_that_do(
 def test_a_python_without_headers_is_told_before_anything_is_built(tmp_path: Path) -> None:
     # As Debian's without python3-dev.
     pretended = tmp_path / "python3"
-    code = f"case $2 in *sysconfig*) echo {tmp_path}/include;; *) exec {sys.executable} \"$@\";; esac"
+    code = f'case $2 in *sysconfig*) echo {tmp_path}/include;; *) exec {sys.executable} "$@";; esac'
     pretended.write_text(f"#!/bin/sh\n{code}\n")
     pretended.chmod(0o755)
     refused = said(str(ROOT / "wheels/build.sh"), str(tmp_path), str(pretended))
@@ -49,7 +49,7 @@ def test_a_python_without_headers_is_told_before_anything_is_built(tmp_path: Pat
 
 
 def test_a_package_that_cannot_be_had_is_one_sentence(tmp_path: Path) -> None:
-    # With an index of nothing, as on a machine without network.
+    # With an empty package index, as on a machine without network.
     (tmp_path / "pip.conf").write_text("[global]\nno-index = true\n")
     config = {name: "" for name in os.environ if name.startswith("PIP_")}
     config["PIP_CONFIG_FILE"] = str(tmp_path / "pip.conf")
@@ -60,7 +60,7 @@ def test_a_package_that_cannot_be_had_is_one_sentence(tmp_path: Path) -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A repository of one commit, in which building and checking a wheel only say so."""
+    """A repository of one commit, in which building and checking a wheel only print a line."""
     (tmp_path / "wheels").mkdir()
     shutil.copy(ROOT / "wheels/commits.sh", tmp_path / "wheels/commits.sh")
     (tmp_path / "Makefile").write_text("wheel check-wheel:\n\t@echo did $@\n")
@@ -71,7 +71,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def git(directory: Path, *words: str) -> None:
-    # Nothing of this machine's configuration, such as signatures.
+    # Without this machine's configuration, such as signatures.
     nothing = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
     env = {"PATH": os.environ["PATH"], **nothing}
     subprocess.run(["git", *words], cwd=directory, env=env, check=True)

@@ -1,4 +1,4 @@
-"""Words that readers of this field do not know stay out: docs/glossary.md has the field's own."""
+"""Tests that words unknown to readers of this field stay out: see docs/glossary.md."""
 
 import re
 

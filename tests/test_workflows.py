@@ -1,4 +1,4 @@
-"""Hosted CI runs commands that exist, with pinned actions, few permissions and no secrets."""
+"""Tests of the hosted CI: existing commands, pinned actions, few permissions, no secrets."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ import yaml
 from tests.conftest import REPOSITORY
 
 WORKFLOWS = sorted((REPOSITORY / ".github/workflows").glob("*.yml"))
-# What a job may write, and why: PyPI's trusted publishing has an identity in place of a token.
+# Permissions that a job may write, and why: PyPI's trusted publishing uses an identity, no token.
 WRITES = {("release", "publish"): {"id-token": "write"}}
 SECRETS: set[str] = set()
 
@@ -63,7 +63,7 @@ def test_workflows_name_no_secrets_but_those_declared(path: Path) -> None:
 
 def test_a_release_begins_with_a_tag_of_three_numbers_alone() -> None:
     # make would expand what a tag of another form holds.
-    triggers = read(REPOSITORY / ".github/workflows/release.yml")[True]  # YAML 1.1 reads "on" so
+    triggers = read(REPOSITORY / ".github/workflows/release.yml")[True]  # YAML 1.1: "on" is true
     assert triggers == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}
 
 

@@ -1,6 +1,6 @@
-"""Makes a device `threaded` known: the emulated one on the wall clock, with captured steps.
+"""Registers a device `threaded`: the emulated one on the wall clock, with captured steps.
 
-Loads nothing, so that a program can import it before the command line's options are made.
+It imports nothing heavy, so that a program can import it before it parses its options.
 """
 
 from tandem.devices import DEVICES, Emulated

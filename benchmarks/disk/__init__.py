@@ -1,1 +1,1 @@
-"""Measures models that are larger than the memory: experts from a disk, under a memory limit."""
+"""Measures models that are larger than memory: experts from a disk, under a memory limit."""

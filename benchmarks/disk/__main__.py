@@ -51,7 +51,7 @@ SYSTEMS = ("slots", "mapped", "own-slots", "llama.cpp", "fit")
 
 
 def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what the command line asks for, or some words as such."""
+    """Parse the command line, or these words."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +65,8 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--pack-dense", action="store_true", help="in the folder too, not only when it is loaded"
     )
     parser.add_argument("--folder", type=Path, help="of the packed model; kept")
-    parser.add_argument("--limits", type=float, nargs="+", default=[12.0, 8.5], help="GB")
+    parser.add_argument("--limits", type=float, nargs="+", default=[12.0, 8.5], help="GB; 0: none")
+    parser.add_argument("--expert-memory", default="auto", help="of slots; default: what is free")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["slots", "mapped", "fit"])
     parser.add_argument("--rounds", type=int, default=1, help="of ABBA")
     parser.add_argument("--forwards", action="store_true", help="each round forwards alone")
@@ -85,7 +86,7 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def jobs_of(options: argparse.Namespace, folder: Path, shape: ModelShape) -> dict[str, Job]:
-    """Return the jobs by their systems' names."""
+    """Return the jobs by system name."""
     values = shape.values
     job = Job(
         system="slots", folder=folder, num_layers=values["num_hidden_layers"],
@@ -94,7 +95,7 @@ def jobs_of(options: argparse.Namespace, folder: Path, shape: ModelShape) -> dic
         routing=options.routing, steps=options.steps, warm_up=options.warm_up,
         prompt=options.prompt, cold_prompt=options.cold_prompt, dense_dtype=options.dense_dtype,
         eviction=options.eviction, threads=options.threads, fit_layers=options.fit_layers,
-        gguf=options.gguf,
+        gguf=options.gguf, expert_memory=options.expert_memory,
     )  # fmt: skip
     own = {"own-slots": replace(job, routing="own")}
     jobs = {name: replace(job, system=name) for name in options.systems} | own
@@ -108,13 +109,13 @@ def jobs_of(options: argparse.Namespace, folder: Path, shape: ModelShape) -> dic
 
 
 def _experts_key(shape: ModelShape) -> str:
-    """Return what a shape's configuration calls the number of its experts."""
+    """Return the key for the number of experts in a shape's configuration."""
     keys = ("num_experts", "n_routed_experts", "num_local_experts")
     return next(key for key in keys if key in shape.values)
 
 
 def cut_shape(options: argparse.Namespace) -> ModelShape:
-    """Return the shape that is asked for, with fewer layers, experts and tokens."""
+    """Return the requested shape, with fewer layers, experts and token ids."""
     shape = find_shape(options.shape)
     shape = shape.sample(options.layers) if options.layers else shape
     values = shape.values | {"vocab_size": options.vocabulary}
@@ -124,7 +125,7 @@ def cut_shape(options: argparse.Namespace) -> ModelShape:
 
 
 def run(job: Job, limit_bytes: int | None) -> dict[str, Any]:
-    """Do a job in a process of its own; its group's kills are among the findings."""
+    """Run a job in a process of its own; its result includes the number of out-of-memory kills."""
     for place in filter(None, (job.folder, job.gguf)):
         drop_from_page_cache(place)
     if limit_bytes is not None:
@@ -144,13 +145,13 @@ def run(job: Job, limit_bytes: int | None) -> dict[str, Any]:
 
 
 def warm_up_memory(num_bytes: int) -> None:
-    """Use so much memory for a moment: a virtual machine's host gives it at .5 GB/s if it must."""
+    """Allocate this much memory briefly, because a virtual machine may get it at only .5 GB/s."""
     program = "import sys, numpy; numpy.ones(int(sys.argv[1]), dtype=numpy.uint8)"
     subprocess.run([sys.executable, "-c", program, str(num_bytes)], check=True)
 
 
 def packed_model(options: argparse.Namespace, shape: ModelShape) -> Path:
-    """Return the folder of the packed model, which is written if it is not there."""
+    """Return the directory of the packed model; write it if it does not exist."""
     folder: Path = options.folder or Path(mkdtemp(prefix="tandem-disk-"))
     layers, dense = shape.values["num_hidden_layers"], "none"
     name = f"{options.shape}-{layers}-{options.vocabulary}-{options.expert_dtype}"
@@ -166,9 +167,9 @@ def packed_model(options: argparse.Namespace, shape: ModelShape) -> Path:
 
 
 def main() -> None:
-    """Measure, print, and end with a line of JSON if that is asked for."""
+    """Measure and print; with --json the last line is JSON."""
     options = read_options()
-    if os.geteuid() != 0:
+    if any(options.limits) and os.geteuid() != 0:
         raise SystemExit("a control group with a memory limit is made by root; run this as root")
     shape = cut_shape(options)
     jobs = jobs_of(options, packed_model(options, shape), shape)
@@ -181,7 +182,7 @@ def main() -> None:
         for _ in range(options.rounds):
             back = () if options.forwards or len(order) < 2 else reversed(order)
             for name in (*order, *back):
-                rounds[name].append(run(jobs[name], int(limit * 1e9)))
+                rounds[name].append(run(jobs[name], int(limit * 1e9) or None))
                 print(f"{limit:g} GB, {name}: done", file=sys.stderr, flush=True)
     print("\n".join(lines(found, fit)))
     if options.json:

@@ -1,4 +1,4 @@
-"""What a step cannot be faster than, and what LRU would have missed: functions of numbers alone."""
+"""Lower bounds for a step's time, and the misses of LRU: functions of numbers alone."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a step's parts take."""
+    """The costs of a step's parts."""
 
     dense_seconds: float
     """Of a step, all but its experts."""
@@ -19,10 +19,10 @@ class Costs:
 
 
 def step_bound(absent: Sequence[int], chosen: Sequence[int], costs: Costs) -> float:
-    """Return the least seconds of a decode step: by layer, experts absent and experts chosen.
+    """Return the least seconds of a decode step, from absent and chosen experts by layer.
 
-    A layer's choice is known when the layer above is done, so its reads overlap with the computing
-    of its own residents alone.
+    A layer's choice is known when the layer above is done, so its reads overlap only with its own
+    residents' computation.
     """
     layers = (
         max(a * costs.expert_bytes / costs.disk_rate, (c - a) * costs.expert_seconds)
@@ -32,10 +32,10 @@ def step_bound(absent: Sequence[int], chosen: Sequence[int], costs: Costs) -> fl
 
 
 class LruSlots:
-    """Experts of one layer in so many slots; the least recently used one leaves."""
+    """The experts of one layer in a number of slots; the least recently used one is evicted."""
 
     def __init__(self, num_slots: int) -> None:
-        """Begin empty."""
+        """Start empty."""
         self._num_slots = num_slots
         self._held: OrderedDict[int, None] = OrderedDict()
 

@@ -1,4 +1,4 @@
-"""What the disk itself gives: unbuffered reads of an expert's size, and the bytes it has read."""
+"""The disk's own speed: unbuffered reads of an expert's size, and the bytes read."""
 
 import os
 import random
@@ -18,10 +18,10 @@ _REST_SECONDS = 0.001
 
 
 class DiskProbe:
-    """Reads experts at random places of some files, past the page cache."""
+    """Reads experts at random places of some files, without the page cache."""
 
     def __init__(self, files: list[Path], expert_bytes: int) -> None:
-        """Open the files; raises `OSError` where unbuffered reads are refused."""
+        """Open the files; raises `OSError` if unbuffered reads are refused."""
         self._size = -(-expert_bytes // PAGE) * PAGE
         self._files = [
             (os.open(file, os.O_RDONLY | os.O_DIRECT), file.stat().st_size) for file in files
@@ -69,7 +69,7 @@ def _read_all(part: tuple[memoryview, list[tuple[int, int]]]) -> None:
 
 
 class DeviceBytes:
-    """Bytes that a file's disk has read since the machine started."""
+    """The bytes that a file's disk has read since the machine started."""
 
     def __init__(self, file: Path) -> None:
         """Find the disk in /proc/diskstats; raises `OSError` if it is not there."""
@@ -78,7 +78,7 @@ class DeviceBytes:
         self.read()
 
     def read(self) -> int:
-        """Return the bytes now."""
+        """Return the present number of bytes."""
         for line in Path("/proc/diskstats").read_text().splitlines():
             words = line.split()
             if " ".join(words[:2]) == self._name:

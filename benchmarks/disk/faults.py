@@ -1,16 +1,16 @@
-"""Requests to a model over a disk, while everything below it fails: no wrong token, no hang.
+"""Sends requests to a model over a failing disk: no token may be wrong, and nothing may hang.
 
     python -m benchmarks.disk.faults --minutes 30 [--json]
 
 A tiny packed model with slots for a third of its experts answers prompts, short and long, alone and
-beside each other. Its reads are delayed, short, failing, or bring other bytes; its files are
-replaced, removed, overwritten and cut (`benchmarks.disk.faults_worker`). As root, its control group
-gets short of memory again and again: `memory.high` is lowered 10 s before `memory.max` (version 1:
-its limit, in steps), and both are raised again; slots give memory back and take it.
+concurrently. Its reads are delayed, short, failing, or return other bytes; its files are replaced,
+removed, overwritten and truncated (`benchmarks.disk.faults_worker`). As root, its control group
+repeatedly runs short of memory: `memory.high` is lowered 10 s before `memory.max` (version 1: its
+limit, in steps), and both are raised again; slots release memory and take it back.
 
-Each answer is right to the bit, or one sentence about a fault that is there. The exit status is 1
-for anything else, for a fault of which no request has heard, for a minute and a half without any
-answer, and for a process that the system has killed. Each fault comes at least once (--minutes 0).
+Each answer must be bit-identical, or one sentence about a present fault. The exit status is 1 for
+anything else, for a fault that no request reports, for a minute and a half without an answer, and
+for a process that the system kills. Each fault occurs at least once (--minutes 0).
 """
 
 import argparse
@@ -58,10 +58,10 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 class MemorySchedule:
-    """Makes a group's memory short and ample in turns."""
+    """Alternates between short and ample memory in a control group."""
 
     def __init__(self, group: MemoryGroup | None) -> None:
-        """Begin with plenty; None: do nothing."""
+        """Start with ample memory; None: do nothing."""
         self._group = group
         self._begin: float | None = None
         self._low = _AMPLE_BYTES
@@ -69,7 +69,7 @@ class MemorySchedule:
         """How often memory was short."""
 
     def advance(self, now: float) -> None:
-        """Set the limits that hold now; the first call is at the begin."""
+        """Set the present limits; call it once at the beginning."""
         if self._group is None:
             return
         self._begin = now if self._begin is None else self._begin
@@ -89,7 +89,7 @@ class MemorySchedule:
 
 
 def make_model(folder: Path) -> tuple[Path, str]:
-    """Pack a random model; return where it lies, and the memory for its experts."""
+    """Pack a random model; return its path, and the memory for its experts."""
     model = build_random_model(_SHAPE, OffloadConfig(expert_dtype="int8"), dense_dtype="none")
     packed = tandem.save(model, folder / "packed")
     sizes = [f.stat().st_size for f in packed.glob("tandem-experts-*.safetensors")]
@@ -100,7 +100,7 @@ def make_model(folder: Path) -> tuple[Path, str]:
 
 @contextmanager
 def memory_group() -> Iterator[MemoryGroup | None]:
-    """Make a group with plenty of memory; None, with a line, where that is not allowed."""
+    """Create a group with ample memory; None, with a printed line, if that is not allowed."""
     try:
         with limited(_AMPLE_BYTES if os.geteuid() == 0 else None) as group:
             if group is None:
@@ -116,7 +116,7 @@ def memory_group() -> Iterator[MemoryGroup | None]:
 def answers_of(
     job: Mapping[str, Any], group: MemoryGroup | None, schedule: MemorySchedule
 ) -> tuple[list[dict[str, Any]], str]:
-    """Run the worker; return what it says of each request, and how it ended."""
+    """Run the worker; return its report of each request, and its exit status."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.disk.faults_worker", json.dumps(job)],
         stdout=subprocess.PIPE, text=True, preexec_fn=None if group is None else group.enter,
@@ -151,7 +151,7 @@ def _read(process: "subprocess.Popen[str]", said: "queue.SimpleQueue[str | None]
 
 
 def failures(lines: Lines, end: str, kills: int) -> list[str]:
-    """Return what must not be, a sentence each."""
+    """Return the violations, one sentence each."""
     found = [end] if end else []
     if kills:
         found.append(f"the system killed {kills} processes for memory")
@@ -167,7 +167,7 @@ def failures(lines: Lines, end: str, kills: int) -> list[str]:
 
 
 def table(lines: Lines) -> list[str]:
-    """Return a row for each fault."""
+    """Return a table row for each fault."""
     rows = ["| fault | requests | right | a sentence | said |", "|---|---|---|---|---|"]
     for fault in dict.fromkeys(line["fault"] for line in lines):
         own = [line for line in lines if line["fault"] == fault]
@@ -178,7 +178,7 @@ def table(lines: Lines) -> list[str]:
 
 
 def main() -> int:
-    """Run, print, return the exit status."""
+    """Run, print, and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

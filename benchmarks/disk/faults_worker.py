@@ -1,8 +1,8 @@
 """Answers requests over a disk with faults: `python -m benchmarks.disk.faults_worker JOB`.
 
-Prints a line of JSON for each request. First all answers are computed in memory; then the model is
-loaded with slots for a third of its experts, and answers again, fault after fault, with a few
-requests without one after each, until the time is over and each fault has been there.
+Prints a line of JSON for each request. First all answers are computed in memory. Then the model is
+loaded with slots for a third of its experts and answers again, with one fault after another and a
+few requests without a fault in between, until the time is over and each fault has occurred.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _FILE_LAYER = 1  # whose file is replaced
 
 
 class Fault(NamedTuple):
-    """What is wrong for a while, and whether requests may fail of it."""
+    """A temporary fault, and whether requests may fail because of it."""
 
     name: str
     apply: Callable[[], AbstractContextManager[None]]
@@ -45,7 +45,7 @@ class Fault(NamedTuple):
 
 
 def main() -> None:
-    """Do a job."""
+    """Run a job."""
     job = json.loads(sys.argv[1])
     folder = Path(job["folder"])
     in_memory = tandem.Generator(tandem.load(folder))
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _answers(generator: tandem.Generator, number: int) -> list[Any]:
-    """Return the tokens of a request's answers, and the last of its scores to the bit."""
+    """Return the tokens of a request's answers, and the bits of its last scores."""
     model = generator.model
     draw = torch.Generator().manual_seed(number)
     vocabulary = model.config.get_text_config().vocab_size
@@ -109,7 +109,7 @@ def _outcome(
 
 
 def _difference(found: list[Any], expected: list[Any]) -> str:
-    """Say which answers differ from where on, and by how much the scores do."""
+    """Describe from where on answers differ, and by how much their scores do."""
     parts = []
     for row, (ours, right) in enumerate(zip(found[:-1], expected[:-1], strict=True)):
         at = next((i for i, (a, b) in enumerate(zip(ours, right, strict=False)) if a != b), None)
@@ -120,7 +120,7 @@ def _difference(found: list[Any], expected: list[Any]) -> str:
 
 
 def faults(native: Any, file: Path) -> list[Fault]:
-    """Return all of them, over some slots and one of the files that they read."""
+    """Return all faults, for some slots and one of the files that they read."""
 
     def reads(error: int, delay: float = 0.0) -> Callable[[], AbstractContextManager[None]]:
         return lambda: _bad_reads(native, error, delay)
@@ -165,7 +165,7 @@ def _replaced(file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _changed(file: Path, change: Callable[[Path], None]) -> Iterator[None]:
-    """Change a file where it lies, and put its bytes back."""
+    """Change a file in place, and restore its bytes."""
     kept = file.with_name("kept")
     shutil.copyfile(file, kept)
     change(file)

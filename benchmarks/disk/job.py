@@ -1,4 +1,4 @@
-"""What a process of the benchmark is asked to measure."""
+"""A job for one process of the benchmark."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ class Job:
     eviction: str
     threads: int
     fit_layers: int = 0
+    expert_memory: str = "auto"
+    """As in `OffloadConfig`, of `slots` and `own-slots`."""
     gguf: Path | None = None
     command: list[str] = field(default_factory=list)
     """Of a rival."""

@@ -1,4 +1,4 @@
-"""Times a model's decode steps and prompts, with what each found absent and what the disk gave."""
+"""Times a model's decode steps and prompts, with their misses and the disk's reads."""
 
 import resource
 import statistics
@@ -29,7 +29,7 @@ _BETWEEN_STEPS = 16  # of decoding, between two prompts
 
 @dataclass(slots=True)
 class Sample:
-    """What one decode step or prompt took, and what it met."""
+    """The time and the counts of one decode step or prompt."""
 
     seconds: float
     device_bytes: int
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Watch:
-    """What is asked before and after each step."""
+    """The counters that are read before and after each step."""
 
     device: DeviceBytes
     slots: HostSlots | None
@@ -55,7 +55,7 @@ class Watch:
     lru: list[LruSlots] = field(default_factory=list)
 
     def time(self, work: Callable[[], None], num_tokens: int) -> Sample:
-        """Do some work with so many tokens."""
+        """Time some work of this many tokens."""
         used = self._used(num_tokens)
         absent = self._absent(used)
         lru = 0
@@ -110,7 +110,7 @@ def _major_faults() -> int:
 
 
 def planned_trace(trace: RoutingTrace, job: Job) -> tuple[RoutingTrace, int]:
-    """Return the tokens in the order of their use, and where the same one comes again and again."""
+    """Return the tokens in the order of use, and the index from which one token repeats."""
     first = job.cold_prompt + job.warm_up + job.steps
     experts = trace.experts.astype(np.int64)
     again = np.repeat(experts[first : first + 1], _RESIDENT_STEPS + 1, axis=0)
@@ -124,7 +124,7 @@ def planned_trace(trace: RoutingTrace, job: Job) -> tuple[RoutingTrace, int]:
 def measure_decoding(
     running: RunningModel, watch: Watch, probe: DiskProbe, job: Job
 ) -> list[Sample]:
-    """Return the steps after warming up; the disk is probed between them."""
+    """Return the samples of steps after the warm-up; the disk is probed between them."""
     for _ in range(job.warm_up):
         watch.time(running.step, 1)
     samples = []
@@ -154,7 +154,7 @@ def resident_costs(running: RunningModel, watch: Watch, top_k: int) -> tuple[flo
 
 
 def measure_prompts(running: RunningModel, watch: Watch, job: Job) -> list[Sample]:
-    """Return prompts with decoding between them, as a conversation has it."""
+    """Return the samples of prompts, with decode steps between them, as in a conversation."""
     samples = []
     for _ in range(_PROMPTS):
         samples.append(watch.time(lambda: running.prompt(job.prompt), job.prompt))
@@ -164,7 +164,7 @@ def measure_prompts(running: RunningModel, watch: Watch, job: Job) -> list[Sampl
 
 
 def watch_of(running: RunningModel, trace: RoutingTrace | None, folder: Path) -> Watch:
-    """Force a trace's routing upon a model, and return what watches its steps."""
+    """Force a trace's routing onto a model, and return a watch for its steps."""
     routing = None if trace is None else running.force(trace)
     slots = require_runtime(running.model).host_slots
     has_lru = slots is not None and trace is not None
@@ -174,7 +174,7 @@ def watch_of(running: RunningModel, trace: RoutingTrace | None, folder: Path) ->
 
 
 def decode_report(samples: list[Sample], costs: Costs | None) -> dict[str, Any]:
-    """Return medians and sums of decode steps."""
+    """Return medians and sums of the decode steps."""
     seconds = [s.seconds for s in samples]
     uses = sum(sum(s.chosen) for s in samples)
     report: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """A control group with a memory limit, of version 1 or 2, for processes that start in it.
 
-Needs root. Page cache counts, as the system charges it to whose process reads a page first; swap is
-not allowed.
+Needs root. Page cache counts, because the system charges it to the first reader; swap is not
+allowed.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ _TRIES = 50
 
 
 class MemoryGroup:
-    """One group; made here, removed by `remove`."""
+    """A control group; created here, and removed by `remove`."""
 
     def __init__(self, limit_bytes: int, root: Path = ROOT) -> None:
-        """Make it; raises `OSError` where this process may not."""
+        """Create the group; raises `OSError` if this process is not allowed to."""
         self._is_version_1 = (root / "memory").is_dir()
         own = _own_name(self._is_version_1)
         top = root / "memory" if self._is_version_1 else root
@@ -49,19 +49,19 @@ class MemoryGroup:
         (self.directory / name).write_text(str(value))
 
     def enter(self) -> None:
-        """Put the calling process into the group, and so what it starts."""
+        """Move the calling process, and all that it starts, into the group."""
         (self.directory / "cgroup.procs").write_text(str(os.getpid()))
 
     def used_bytes(self) -> int:
-        """Return what its processes take, with their page cache."""
+        """Return the memory of its processes, with their page cache."""
         name = "memory.usage_in_bytes" if self._is_version_1 else "memory.current"
         return int((self.directory / name).read_text())
 
     def lower(self, limit_bytes: int, from_bytes: int, progress: float, *, steps: int) -> None:
-        """Make memory short: first by `memory.high`, whose reclaim kills nobody, then by the limit.
+        """Reduce memory: first by `memory.high`, whose reclaim kills no process, then by the limit.
 
-        `progress` goes from 0 to 1; version 1 has no such file, there the limit goes in steps. What
-        cannot be reclaimed yet stays.
+        `progress` goes from 0 to 1. Version 1 has no such file, so its limit is reduced in steps.
+        Memory that cannot be reclaimed yet stays.
         """
         with contextlib.suppress(OSError):
             if self._is_version_1:
@@ -73,7 +73,7 @@ class MemoryGroup:
                 self._limit(limit_bytes)
 
     def raise_to(self, limit_bytes: int) -> None:
-        """Take the limits back."""
+        """Raise the limits again."""
         self._limit(limit_bytes)
         if not self._is_version_1:
             (self.directory / "memory.high").write_text("max")
@@ -88,7 +88,7 @@ class MemoryGroup:
         return 0
 
     def remove(self) -> None:
-        """Remove it once its processes have ended, and what pages are charged to it."""
+        """Remove the group after its processes have ended, with the pages charged to it."""
         for _ in range(_TRIES):
             try:
                 return self.directory.rmdir()
@@ -101,7 +101,7 @@ class MemoryGroup:
 
 @contextmanager
 def limited(limit_bytes: int | None) -> Iterator[MemoryGroup | None]:
-    """Make a group for a while; None: no limit, and no group."""
+    """Create a group for the context; None: no limit, and no group."""
     group = None if limit_bytes is None else MemoryGroup(limit_bytes)
     try:
         yield group
@@ -119,7 +119,7 @@ def _own_name(is_version_1: bool) -> str:
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Have the system forget a folder's files: pages that it holds are not charged again."""
+    """Drop a directory's files from the page cache: cached pages would not be charged again."""
     for file in filter(Path.is_file, folder.rglob("*")) if folder.is_dir() else [folder]:
         descriptor = os.open(file, os.O_RDONLY)
         try:

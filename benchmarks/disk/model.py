@@ -1,4 +1,4 @@
-"""Loads the packed model as users do, mapped as before there were slots, or its first layers."""
+"""Loads the packed model as users do, mapped without slots, or its first layers only."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,20 +24,20 @@ from tandem.trace import RoutingTrace
 
 
 def load_model(job: Job) -> Any:
-    """Load all layers; "mapped" leaves experts to the page cache."""
+    """Load all layers; "mapped" leaves the experts to the page cache."""
     options: dict[str, Any] = {
         "dense_dtype": job.dense_dtype,
         "threads": job.threads,
         "eviction": job.eviction,
     }
     if job.system != "mapped":
-        return tandem.load(job.folder, **options)
+        return tandem.load(job.folder, **options, expert_memory=job.expert_memory)
     with patch.object(packed_reading, "slots_over", return_value=False):
         return tandem.load(job.folder, **options)
 
 
 def load_first_layers(job: Job, *, has_slots: bool) -> Any:
-    """Load some layers whole: into slots that hold all, or mapped and read in."""
+    """Load the first layers: into slots that hold all experts, or mapped and read."""
     checkpoint = open_model(job.folder)
     assert isinstance(checkpoint, Checkpoint)
     memory = "1TB" if has_slots else "auto"
@@ -55,7 +55,7 @@ def load_first_layers(job: Job, *, has_slots: bool) -> Any:
 
 
 class NotedRouting(ForcedRouting):
-    """Forced routing that tells which of the trace's tokens come next."""
+    """Forced routing that counts the trace's tokens."""
 
     def __init__(self, inner: Executor, trace: RoutingTrace) -> None:
         """Begin with the trace's first token."""
@@ -63,22 +63,22 @@ class NotedRouting(ForcedRouting):
         self.at = 0
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
-        """Go on by the step's tokens."""
+        """Advance by the step's tokens."""
         self.at += len(token_ids)
         super().begin_step(token_ids, is_prefill=is_prefill)
 
 
 class RunningModel:
-    """One sequence of a model: prompts and decode steps, of all tokens in a random order.
+    """One sequence of a model: prompts and decode steps with tokens in a random order.
 
-    The likeliest one after each would repeat itself, and its experts with it.
+    Greedy tokens would repeat themselves, and so would their experts.
     """
 
     def __init__(self, model: Any, room: int, notes: Path | None = None) -> None:
-        """Make slots for the sequence, with room for so many tokens.
+        """Create slots for the sequence, with room for this many tokens.
 
-        With a directory for notes a model whose steps passed their trial at an earlier start is
-        not tried again, as in `tandem run`.
+        With a directory for notes, steps that passed their trial at an earlier start are not tried
+        again, as in `tandem run`.
         """
         self.model = model
         generator = Generator(model, speculate="none")
@@ -91,9 +91,9 @@ class RunningModel:
         self._at = 0
 
     def force(self, trace: RoutingTrace) -> NotedRouting:
-        """Route all tokens from now on as a trace's.
+        """Route all further tokens as in a trace.
 
-        Where a table routes by token it is made to say the same: a disk reads by it ahead.
+        Tables that route by token are changed to say the same, because reads ahead use them.
         """
         runtime = require_runtime(self.model)
         routing = NotedRouting(runtime.executor, trace)
@@ -110,7 +110,7 @@ class RunningModel:
         return routing
 
     def prompt(self, num_tokens: int) -> None:
-        """Begin again with a prompt."""
+        """Start again with a prompt."""
         self.pool.keep(0, 0)
         self.pool.prefill({0: self._tokens(num_tokens)})
 

@@ -1,4 +1,4 @@
-"""Writes what was found as rows of Markdown: functions of it alone."""
+"""Formats the results as Markdown rows; pure functions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -80,7 +80,7 @@ def _system_rows(runs: Runs, computing: float | None) -> list[tuple[str, str]]:
 
 
 def _start(runs: Runs) -> str:
-    """Return how long a cold start takes, of which loading and making ready, over the bound."""
+    """Return the times of cold starts until loaded and until ready, over the bound."""
     loaded, ready, first = (
         median(run[name] for run in runs)
         for name in ("load_seconds", "ready_seconds", "first_token_seconds")
@@ -125,7 +125,7 @@ def _slots_rows(
 
 
 def _ratio_rows(systems: Mapping[str, Runs]) -> list[str]:
-    """Return how much faster slots are, as medians over turns next to each other."""
+    """Return the speed of slots over other systems, as medians over adjacent turns."""
     rows = []
     for ours, others in (("slots", ("mapped",)), ("own-slots", None)):
         if ours not in systems:

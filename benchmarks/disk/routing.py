@@ -1,11 +1,11 @@
-"""Routing that is forced upon a model: recorded, recorded and rearranged, or synthetic.
+"""Routing that is forced on a model: recorded, recorded and rearranged, or synthetic.
 
-Recorded: a trace of the model's own shape. Rearranged: of a trace with a quarter of the experts,
-four layers make one (`benchmarks.policy.routings.merged`), and layers repeat as other tokens' until
-they are enough. Synthetic: popularity and pairs of Qwen3-30B-A3B's experts over 75,773 tokens
-(data/traces), with a liking for what was used lately that gives LRU the hit rate that others report
-of that model: two thirds with 13 % of the experts in memory. Of a model with fewer experts, the
-first ones of these, whose hit rate nobody reports.
+Recorded: a trace of the model's own shape. Rearranged: in a trace with a quarter of the experts,
+four layers form one (`benchmarks.policy.routings.merged`), and layers are repeated with other
+tokens until there are enough. Synthetic: popularity and co-activation of Qwen3-30B-A3B's experts
+over 75,773 tokens (data/traces), with a preference for recently used ones such that LRU has the hit
+rate that others report for that model: two thirds with 13 % of the experts in memory. A model with
+fewer experts gets the first ones of these; nobody reports its hit rate.
 """
 
 import gzip
@@ -19,7 +19,7 @@ from tandem.trace import RoutingTrace, read_trace
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 COACTIVATION = TRACES / "coactivation_qwen3-30b-a3b.json.gz"
-# Of the scores that the synthetic tokens draw: how long "lately" is, and what it is worth.
+# Of the synthetic tokens' scores: the length and the weight of recent use.
 _KEPT, _RECENT = 0.8, 3.15
 _SHIFT_TOKENS = 997  # between a layer and the next one that repeats it
 
@@ -27,9 +27,9 @@ _SHIFT_TOKENS = 997  # between a layer and the next one that repeats it
 def forced_trace(
     name: str, num_layers: int, num_experts: int, num_tokens: int, top_k: int = 8
 ) -> RoutingTrace:
-    """Return `name`'s trace ("synthetic" or a file) for a shape; `SystemExit` if none fits.
+    """Return the trace `name` ("synthetic" or a file) for a shape; `SystemExit` if it does not fit.
 
-    A synthetic one is of `top_k` experts a token.
+    A synthetic one has `top_k` experts per token.
     """
     if name == "synthetic":
         return synthetic(num_layers, num_tokens, num_experts, top_k)
@@ -45,7 +45,7 @@ def forced_trace(
 
 
 def repeated(trace: RoutingTrace, num_layers: int) -> RoutingTrace:
-    """Return a trace of so many layers: its own, then these again with other tokens' choices."""
+    """Return a trace of this many layers: its own, then the same with other tokens' choices."""
     own = trace.experts.astype(np.int64)
     layers = [
         np.roll(own[:, layer % own.shape[1]], -_SHIFT_TOKENS * (layer // own.shape[1]), axis=0)
@@ -60,7 +60,7 @@ def repeated(trace: RoutingTrace, num_layers: int) -> RoutingTrace:
 def synthetic(
     num_layers: int, num_tokens: int, num_experts: int, top_k: int, seed: int = 0
 ) -> RoutingTrace:
-    """Return Qwen3-30B-A3B's first layers and experts; the same for the same seed."""
+    """Return routing for Qwen3-30B-A3B's first layers and experts, the same for a seed."""
     found = json.loads(gzip.decompress(COACTIVATION.read_bytes()))
     if num_experts > found["n_expert_per_layer"] or num_layers > len(found["layers"]):
         raise SystemExit(

@@ -1,6 +1,6 @@
-"""One system under one limit: `python -m benchmarks.disk.worker JOB` prints a line of JSON.
+"""Measures one system under one limit: `python -m benchmarks.disk.worker JOB` prints JSON.
 
-The process has been put into its control group before this begins.
+The process is already in its control group.
 """
 
 import json
@@ -43,7 +43,7 @@ _FIRST_STEPS = 100  # until rare experts have come too
 
 
 def main() -> None:
-    """Do a job."""
+    """Run a job."""
     words = json.loads(sys.argv[1])
     paths = {name: Path(words[name]) for name in ("folder", "gguf") if words[name]}
     job = Job(**words | paths)
@@ -123,7 +123,7 @@ def _prompts(running: RunningModel, watch: Watch, job: Job, size: int) -> dict[s
 
 
 def measure_fit(job: Job) -> dict[str, Any]:
-    """Measure some layers that fit, in slots and mapped in memory, ABBA in one process."""
+    """Measure layers that fit in memory, in slots and mapped, in ABBA order in one process."""
     trace = None
     if job.routing != "own":
         trace = forced_trace(job.routing, job.fit_layers, job.num_experts, _MORE_TOKENS, job.top_k)
@@ -162,7 +162,7 @@ def measure_fit(job: Job) -> dict[str, Any]:
 
 
 def measure_rival(job: Job) -> dict[str, Any]:
-    """Measure another program on a GGUF file by mmap, as the file has its blocks."""
+    """Measure another program on a mapped GGUF file with the file's own blocks."""
     assert job.gguf is not None
     setting = Setting(
         gguf=job.gguf, threads=job.threads, prompt=job.prompt, steps=job.steps, may_repack=False,

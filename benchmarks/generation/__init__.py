@@ -1,1 +1,1 @@
-"""Speed and accuracy of generation, beside others and beside the machine's ceilings."""
+"""Speed and accuracy of generation, beside other systems and the machine's ceilings."""

@@ -40,13 +40,13 @@ from tandem.kernels.engine import choose_isa
 
 
 def rival(text: str) -> tuple[str, Maker]:
-    """Read `NAME=PROGRAM ARGUMENTS`."""
+    """Parse `NAME=PROGRAM ARGUMENTS`."""
     name, words = parse_rival(text)
     return name, partial(LlamaBench, words)
 
 
 def read_options() -> argparse.Namespace:
-    """Return what the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,7 +75,7 @@ def read_options() -> argparse.Namespace:
 
 
 def setting_of(options: argparse.Namespace) -> ShapeSetting:
-    """Return what is compared; writes a file of random weights where none is named."""
+    """Return the compared file and workload; write a file of random weights if none is named."""
     shape = find_shape(options.shape)
     vocabulary = options.vocabulary or shape.values["vocab_size"]
     file = options.file or random_gguf(
@@ -91,7 +91,7 @@ def setting_of(options: argparse.Namespace) -> ShapeSetting:
 
 
 def limit_torch(isa: str) -> None:
-    """Let torch, in processes that start from here on, have no more than an instruction set."""
+    """Limit torch to an instruction set in processes that start after this call."""
     if isa in ("avx2", "avxvnni"):
         os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     elif isa == "portable":
@@ -99,7 +99,7 @@ def limit_torch(isa: str) -> None:
 
 
 def named(system: str, setting: ShapeSetting) -> str:
-    """Return a system's name in the table; llama.cpp's with its instruction set and layout."""
+    """Return a system's name in the table; for llama.cpp with instruction set and layout."""
     if system != "llama.cpp":
         return system
     layout = "its layouts" if setting.may_repack else "the file's blocks"
@@ -107,7 +107,7 @@ def named(system: str, setting: ShapeSetting) -> str:
 
 
 def print_ceiling(bench: KernelBench, when: str) -> None:
-    """Measure what the machine does at best, and print it."""
+    """Measure and print the machine's ceilings."""
     ceiling = measure_machine(bench)
     text = ", ".join(
         f"{name.replace('_', ' ')} {value:.1f}" for name, value in asdict(ceiling).items()
@@ -116,7 +116,7 @@ def print_ceiling(bench: KernelBench, when: str) -> None:
 
 
 def main() -> None:
-    """Measure, print, and end with one line of JSON."""
+    """Measure and print; the last line is JSON."""
     options = read_options()
     setting = setting_of(options)
     limit_torch(setting.isa)

@@ -1,10 +1,10 @@
-"""One layer's attention by depth, against what its bytes and its multiplications allow.
+"""The attention of one layer by depth, against the ceilings of its bytes and multiplications.
 
     python -m benchmarks.generation.attention [--shape qwen3-30b-a3b] [--kv-dtype bf16,int8]
 
-Decode: one token on a cache of so many positions, weighed against reading it once. Prefill: 512
-tokens up to so many positions, weighed against their multiplications at the peak.
-Each case is measured between two measurements of the ceilings.
+Decode: one token on a cache of a number of positions, relative to reading it once. Prefill: 512
+tokens up to a number of positions, relative to their multiplications at the peak. Each case is
+measured between two measurements of the ceilings.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from tandem.kernels.dense import CpuThreads
 DEPTHS = (64, 512, 4096, 16384)
 PROMPT = 512
 SECONDS = 0.5
-# Decode goes through so many layers in turn, so that none is in a processor's cache.
+# Decode uses this many layers in turn, so that none is in a processor's cache.
 COLD_BYTES = 256e6
 
 
 def form_of(shape_name: str) -> AttentionForm:
-    """Return the attention of a released model."""
+    """Return the attention form of a released model."""
     values = find_shape(shape_name).values
     heads = values["num_attention_heads"]
     dim = values.get("head_dim") or values["hidden_size"] // heads
@@ -42,7 +42,7 @@ def form_of(shape_name: str) -> AttentionForm:
 
 
 def filled(form: AttentionForm, kv_dtype: str, depth: int, threads: CpuThreads) -> CachedAttention:
-    """Return a cache of one row that holds `depth` random positions."""
+    """Return a cache of one slot with `depth` random positions."""
     attention = CachedAttention(form, kv_dtype)
     attention.reserve(1, depth)
     rows, positions = torch.zeros(depth, dtype=torch.int64), torch.arange(depth)
@@ -57,7 +57,7 @@ def filled(form: AttentionForm, kv_dtype: str, depth: int, threads: CpuThreads) 
 def attend_call(
     attentions: list[CachedAttention], threads: CpuThreads, first: int, count: int
 ) -> Callable[[], object]:
-    """Return a call that attends for `count` tokens from position `first` on; layers in turn."""
+    """Return a function that attends for `count` tokens from position `first` on."""
     form = attentions[0].form
     rows, positions = torch.zeros(count, dtype=torch.int64), torch.arange(first, first + count)
     query = torch.randn(form.num_heads, count, form.key_dim).bfloat16()
@@ -66,7 +66,7 @@ def attend_call(
 
 
 def median_seconds(call: Callable[[], object], least_calls: int) -> float:
-    """Return the median of the calls that fit into half a second, after one that does not count."""
+    """Return the median of the calls in half a second, after one untimed call."""
     call()
     times: list[float] = []
     end = time.perf_counter() + SECONDS

@@ -1,13 +1,13 @@
-"""The ratios over llama.cpp in docs/comparison.md and docs/performance.md, measured here again.
+"""Measures the documented ratios over llama.cpp (docs/comparison.md and docs/performance.md).
 
     python -m benchmarks.generation.claims                      # comparison.md's: hours; 19 GB
     python -m benchmarks.generation.claims "4 layers" experts   # minutes; 4.5 GB
     python -m benchmarks.generation.claims --all --json         # also GGUF files of seven shapes
 
-NAME: only claims whose names begin so. Each runs the command that stands beside it in the documents
-and shows its lines as they come; then claim and measurement stand side by side, and what does not
-hold on this machine is said. With `--json` the last line is one JSON object. The exit status is 1
-if something could not be measured. Needs the packages gguf and llama-cpp-python.
+NAME selects claims by the beginning of their names. Each runs its command from the documents and
+prints its lines; then claim and measurement are printed side by side, with a verdict for this
+machine. With `--json` the last line is one JSON object. The exit status is 1 if something could not
+be measured. Needs the packages gguf and llama-cpp-python.
 """
 
 import argparse
@@ -30,14 +30,14 @@ FILE = (
     "--systems tandem llama.cpp --shape {} --quantisation {} --layers 4 --vocabulary 32000 "
     "--prompt 512 --steps 32 --rounds 3 --no-repacking"
 )
-HOLDS = 0.9  # of a claim: ratios of one machine differ by so much from run to run
-LAYER_BYTES = 0.35e9  # of Qwen3-30B-A3B at four bits, the largest by little
+HOLDS = 0.9  # of a claim: ratios vary by this much from run to run
+LAYER_BYTES = 0.35e9  # of Qwen3-30B-A3B at four bits, by little the largest shape
 OTHER_BYTES = 1.7e9  # programs, caches of keys and values, embeddings
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a command is said to give: prefill and decode, or experts at 1 to 256 tokens."""
+    """The documented result of a command: prefill and decode, or experts at 1 to 256 tokens."""
 
     name: str
     flags: str
@@ -49,24 +49,24 @@ class Claim:
 
     @property
     def ratios(self) -> list[float]:
-        """Return the numbers."""
+        """The documented numbers."""
         return [float(number) for number in self.numbers.split(" / ")]
 
     @property
     def needed_bytes(self) -> float:
-        """Return the memory that its systems take."""
+        """The memory that its systems take."""
         copies = 1 if "--one-at-a-time" in self.flags else 2
         return copies * self.layers * LAYER_BYTES + OTHER_BYTES
 
 
 def experts(format_name: str, numbers: str) -> Claim:
-    """Return what is said of a layer's experts alone."""
+    """Return a claim about a layer's experts alone."""
     flags = f"--format {format_name} --tokens 1,4,64,256 --json"
     return Claim(f"experts in {format_name}", flags, numbers, module=KERNELS)
 
 
 def file(shape: str, quantisation: str, numbers: str) -> Claim:
-    """Return what is said of four layers in a GGUF file."""
+    """Return a claim about four layers in a GGUF file."""
     flags = FILE.format(shape, quantisation)
     return Claim(f"file of {shape} in {quantisation}", flags, numbers, is_in_comparison=False)
 
@@ -100,7 +100,7 @@ CLAIMS = (
 def why_not(
     claims: Sequence[Claim], memory_bytes: float, disk_bytes: float, missing: Sequence[str]
 ) -> str | None:
-    """Return why the claims cannot be measured here, in one sentence; None: they can."""
+    """Return one sentence why the claims cannot be measured here; None: they can."""
     if not claims:
         return f"no claim of this name; expected one of {', '.join(c.name for c in CLAIMS)}"
     if missing:
@@ -121,7 +121,7 @@ def why_not(
 
 
 def run(module: str, flags: str) -> dict[str, Any]:
-    """Run a command, show its lines, and return its last one; raises OSError if it fails."""
+    """Run a command, print its lines, and return the last one; raises OSError if it fails."""
     command = [sys.executable, "-m", module, *shlex.split(flags)]
     print("$ python", *command[1:], file=sys.stderr, flush=True)
     last = ""
@@ -138,7 +138,7 @@ def run(module: str, flags: str) -> dict[str, Any]:
 
 
 def measured(claim: Claim, report: dict[str, Any]) -> list[float]:
-    """Return the ratios over llama.cpp from a command's report, in the claim's order."""
+    """Return the ratios over llama.cpp in a command's report, in the claim's order."""
     if claim.module == KERNELS:
         cases = [case for case in report.get("cases", ()) if case["peer"] == "llama.cpp"]
         return [case["ratio"] for case in sorted(cases, key=lambda case: int(case["tokens"]))]
@@ -149,7 +149,7 @@ def measured(claim: Claim, report: dict[str, Any]) -> list[float]:
 
 
 def verdict(claim: Claim, found: Sequence[float]) -> str:
-    """Return whether a claim holds here."""
+    """Return whether a claim holds here, as text."""
     if len(found) < len(claim.ratios):
         return "not measured"
     pairs = zip(found, claim.ratios, strict=True)
@@ -158,13 +158,13 @@ def verdict(claim: Claim, found: Sequence[float]) -> str:
 
 
 def missing_packages() -> list[str]:
-    """Return the packages that are not installed."""
+    """Return the required packages that are not installed."""
     names = {"gguf": "gguf", "llama_cpp": "llama-cpp-python"}
     return [name for module, name in names.items() if importlib.util.find_spec(module) is None]
 
 
 def compare(claims: Sequence[Claim]) -> list[dict[str, Any]]:
-    """Measure claims and print each as it is known; claims of one command share its run."""
+    """Measure claims and print each result at once; claims with the same command share its run."""
     reports: dict[str, dict[str, Any]] = {}
     rows = []
     for claim in claims:
@@ -183,7 +183,7 @@ def compare(claims: Sequence[Claim]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure, and print claim against measurement."""
+    """Measure, and print claims beside measurements."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

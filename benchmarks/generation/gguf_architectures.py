@@ -1,6 +1,6 @@
-"""What llama.cpp requires of each architecture's GGUF file: the metadata and the tensors of layers.
+"""The metadata and tensors that llama.cpp requires in each architecture's GGUF file.
 
-Names and orders are those that its converter writes; it knows nothing of what the tensors hold.
+Names and orders are those of its converter; the content of tensors is not defined here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +25,7 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a file of one architecture is written."""
+    """How to write files of one architecture."""
 
     name: str
     """As llama.cpp calls it."""
@@ -38,7 +38,7 @@ class Architecture:
     """Return tensors that are not of one layer, but embeddings, norm and head."""
 
     def matrices(self, values: Values) -> Iterator[Matrix]:
-        """Yield all tensors of a file; no head where it is tied to the embeddings."""
+        """Yield all tensors of a file, without a head if it is tied to the embeddings."""
         hidden, vocabulary = values["hidden_size"], values["vocab_size"]
         yield Matrix("token_embd.weight", (vocabulary, hidden))
         yield _plain(self.output_norm, hidden)
@@ -51,7 +51,7 @@ class Architecture:
 
 
 def add_common_metadata(writer: gguf.GGUFWriter, values: Values) -> None:
-    """Add what every architecture has; bases and epsilons decide nothing of the speed."""
+    """Add the metadata of every architecture; rotary bases and epsilons do not affect speed."""
     writer.add_block_count(values["num_hidden_layers"])
     writer.add_context_length(values["max_position_embeddings"])
     writer.add_embedding_length(values["hidden_size"])
@@ -84,7 +84,7 @@ def _add_heads(writer: gguf.GGUFWriter, values: Values) -> None:
 
 
 def _attention(hidden: int, queries: int, keys: int, *, is_gated: bool = False) -> list[Matrix]:
-    """Return the projections; a gate's rows lie beside those of its query."""
+    """Return the projections; a gate's rows are beside those of its query."""
     return [
         Matrix("attn_q.weight", (queries * (2 if is_gated else 1), hidden)),
         Matrix("attn_k.weight", (keys, hidden)),
@@ -160,7 +160,7 @@ def _add_qwen35moe(writer: gguf.GGUFWriter, values: Values) -> None:
 
 
 def _delta_net(values: Values, num_rates: int) -> Iterator[Matrix]:
-    """Yield what both have; the rates' projections are one matrix or two."""
+    """Yield the tensors of gated delta nets; the rates' projections are one matrix or two."""
     hidden, heads = values["hidden_size"], values["linear_num_value_heads"]
     inner = heads * values["linear_value_head_dim"]
     keys = values["linear_num_key_heads"] * values["linear_key_head_dim"]

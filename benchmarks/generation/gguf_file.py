@@ -1,4 +1,4 @@
-"""Writes a GGUF of a released shape with random weights, for llama.cpp to do the same work."""
+"""Writes a GGUF of a released shape with random weights, so that llama.cpp does the same work."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ _BYTE_TOKENS = 259  # three special ones, then every byte
 def random_gguf(
     directory: Path, shape: str, num_layers: int, vocabulary: int, quantisation: str
 ) -> Path:
-    """Return a file of a shape with some of its layers, written if it is not in `directory`."""
+    """Return a file of a shape with some of its layers; write it if it is not in `directory`."""
     file = directory / f"{shape}-{num_layers}-{vocabulary}-{quantisation}.gguf"
     if not file.exists():
         directory.mkdir(parents=True, exist_ok=True)
@@ -40,10 +40,10 @@ def random_gguf(
 
 
 def write_random_gguf(path: Path, shape: ModelShape, vocabulary: int, quantisation: str) -> None:
-    """Write a shape with a vocabulary of so many tokens: blocks of a type, or mixed as Q4_K_M.
+    """Write a shape with a vocabulary of this size, with blocks of a type, or mixed as in Q4_K_M.
 
-    K- and IQ-types need llama-cpp-python, whose library rounds to them. Tensors go to the file one
-    by one: the memory needed is that of the largest.
+    K- and IQ-types need llama-cpp-python, whose library quantises. Tensors are written one by one,
+    so the memory needed is that of the largest.
     """
     values = shape.values | {"vocab_size": vocabulary}
     architecture = ARCHITECTURES[shape.model_type]
@@ -108,7 +108,7 @@ def _announce(writer: gguf.GGUFWriter, matrix: Matrix, kind: gguf.GGMLQuantizati
 
 
 def add_tokens(writer: gguf.GGUFWriter, vocabulary: int) -> None:
-    """Add a tokenizer of bytes, and of names for the rest of a vocabulary."""
+    """Add a byte tokenizer, with names for the rest of a vocabulary."""
     plain = vocabulary - _BYTE_TOKENS
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     writer.add_tokenizer_model("llama")

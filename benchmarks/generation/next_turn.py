@@ -1,6 +1,6 @@
-"""The next turn of a conversation against computing all: python -m benchmarks.generation.next_turn
+"""The next turn of a conversation over computing all: python -m benchmarks.generation.next_turn
 
-A random model of a shape reads a conversation, then goes on with it, then with one that was edited.
+A random model of a shape reads a conversation, then its continuation, then an edited one.
 """
 
 import argparse

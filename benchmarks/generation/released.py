@@ -1,12 +1,12 @@
-"""Released shapes by architecture: memory, decode speed, and its share of what bytes allow.
+"""Released shapes by architecture: memory, decode speed, and its share of the bytes' ceiling.
 
     python -m benchmarks.generation.released inkling minimax_m3_vl --write
     python -m benchmarks.generation.released --write
 
-Real sizes with random weights, four layers; fewer where `--memory` holds no more, and where it does
-not hold two, half or a quarter of the experts. Decode is weighed against the bytes that its step
-touches, in turns with Qwen3-MoE, as in `shares`. Without names all are tried that have no row yet;
-`--write` writes each row into docs/models.md as soon as it is known.
+Real sizes with random weights, four layers: fewer if `--memory` cannot hold them, and if it cannot
+hold two, half or a quarter of the experts. Decode is relative to the bytes that its step touches,
+in turns with Qwen3-MoE, as in `shares`. Without names all shapes without a row are tried; `--write`
+writes each row into docs/models.md at once.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _MOST_HALVINGS = 2
 
 
 def read_options() -> argparse.Namespace:
-    """Return what the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,9 +61,9 @@ def read_options() -> argparse.Namespace:
 def fitting(
     shape: ModelShape, num_bytes: int, setting: ShapeSetting
 ) -> tuple[ModelShape, int] | None:
-    """Return a shape with as many of its layers, or experts, as bytes hold, and how many layers.
+    """Return a shape with as many layers, or experts, as fit in this memory, and its layers.
 
-    None where not even two layers of a quarter of the experts fit.
+    None if not even two layers with a quarter of the experts fit.
     """
     for halvings in range(_MOST_HALVINGS + 1):
         part = with_experts(shape, num_experts(shape) >> halvings) if halvings else shape
@@ -80,7 +80,7 @@ def of_shape(shape: ModelShape, layers: int, setting: ShapeSetting) -> PackedTan
 
 
 def measured(released: Released, options: argparse.Namespace) -> str:
-    """Return the cells of a row: what of a shape was tried, and how it did."""
+    """Return a row's cells: which part of a shape was measured, and the results."""
     setting = ShapeSetting(
         shape=_OVER, layers=_OVER_LAYERS, vocabulary=options.vocabulary, threads=options.threads,
         prompt=options.prompt, steps=options.steps, expert_dtype=options.expert_dtype,

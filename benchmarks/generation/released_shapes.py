@@ -1,7 +1,7 @@
 """The shapes of released models, one for each architecture that Tandem runs.
 
-Sizes are the defaults of Transformers' config classes, which are those of the model that a class
-is documented with, or what is said here.
+Sizes are the defaults of Transformers' config classes (those of the model that the class
+documents), or are given here.
 """
 
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ _FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_in
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A model as it is released."""
+    """A released model."""
 
     name: str
     model_type: str
@@ -36,7 +36,7 @@ class Released:
     """Its name among the shapes of `tandem bench`, which then have the sizes."""
 
     def shape(self) -> ModelShape:
-        """Return its sizes, layer by layer where the config says it so."""
+        """Return its sizes, as lists by layer where the config has such."""
         if self.of_bench:
             known = MODEL_SHAPES[self.of_bench]
             return ModelShape(self.model_type, known.values, self.whole)
@@ -53,7 +53,7 @@ class Released:
 
 
 def with_experts(shape: ModelShape, count: int) -> ModelShape:
-    """Return a shape with so many experts a layer; raises `ConfigError` if it says no number."""
+    """Return a shape with this many experts per layer; `ConfigError` if it has no such size."""
     named = [name for name in _EXPERTS if name in shape.values]
     if not named:
         raise ConfigError(f"{shape.model_type} does not say how many experts a layer has")
@@ -61,7 +61,7 @@ def with_experts(shape: ModelShape, count: int) -> ModelShape:
 
 
 def num_experts(shape: ModelShape) -> int:
-    """Return the experts of a layer, 0 if it is said nowhere."""
+    """Return the number of experts per layer, 0 if the shape does not say."""
     return next((int(shape.values[name]) for name in _EXPERTS if name in shape.values), 0)
 
 

@@ -1,8 +1,8 @@
-"""What choosing a token costs: python -m benchmarks.generation.sampling [--vocabulary 151936]
+"""The cost of choosing a token: python -m benchmarks.generation.sampling [--vocabulary 151936]
 
-Peaked scores, as a model's are, flat ones, where nearly every token can win, and equal ones.
-Medians of calls for one row. The least that a rule can cost is a few passes over the scores: one is
-timed first.
+Peaked scores, as models have, flat ones, where nearly every token can win, and equal ones. Medians
+of calls for one sequence. A rule costs at least a few passes over the scores: one pass is timed
+first.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CALLS = 40
 
 
 def median_seconds(call: Callable[[], object]) -> float:
-    """Return the median of some calls."""
+    """Return the median time of some calls."""
     seconds = []
     for _ in range(CALLS):
         start = time.perf_counter()

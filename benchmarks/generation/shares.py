@@ -2,11 +2,11 @@
 
     python -m benchmarks.generation.shares --shape deepseek-v4-flash
 
-Decode is weighed against the bytes that its step touches, a prompt against its multiplications:
-what a model's own operations cost beside them is what its shares lack of the other shape's. Both
-have random weights in real sizes and the same formats, and as many of their layers as `--memory`
-holds (of the other shape at most `--over-layers`). Each is a process of its own, which stands still
-while the other one is timed. Ratios are medians over rounds of turns next to each other.
+Decode is relative to the bytes that its step touches, a prompt to its multiplications. A lower
+share than the other shape's is the cost of the model's own operations. Both have random weights in
+real sizes and the same formats, and as many layers as `--memory` holds (of the other shape at most
+`--over-layers`). Each is a process of its own, which is stopped while the other one is timed.
+Ratios are medians over rounds of adjacent turns.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tandem.kernels.engine import choose_isa
 
 
 def read_options() -> argparse.Namespace:
-    """Return what the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,7 +57,7 @@ def read_options() -> argparse.Namespace:
 
 
 def weight_bytes(setting: ShapeSetting, shape: ModelShape, layers: int) -> int:
-    """Return the bytes of so many layers of a shape, with embeddings and head."""
+    """Return the bytes of this many layers of a shape, with embeddings and head."""
     model = empty_model_of(shape.sample(layers), setting.vocabulary)
     offload = OffloadConfig(expert_dtype=setting.expert_dtype, dense_dtype=setting.dense_dtype)
     sizes = config_sizes(model.config, offload)
@@ -68,7 +68,7 @@ def weight_bytes(setting: ShapeSetting, shape: ModelShape, layers: int) -> int:
 
 
 def layers_within(num_bytes: int, most: int, bytes_of: Callable[[int], int]) -> int:
-    """Return how many layers, of `most`, such bytes hold; raises `SystemExit` if not one."""
+    """Return how many layers, at most `most`, fit in this memory; `SystemExit` if none does."""
     if bytes_of(1) > num_bytes:
         raise SystemExit(
             f"one layer takes {format_bytes(bytes_of(1))} and {format_bytes(num_bytes)} are left; "
@@ -81,7 +81,7 @@ def layers_within(num_bytes: int, most: int, bytes_of: Callable[[int], int]) -> 
 
 
 def of_shape(shape: str, layers: int, setting: ShapeSetting) -> PackedTandem:
-    """Put a shape into memory."""
+    """Load a shape into memory."""
     return PackedTandem(replace(setting, shape=shape, layers=layers))
 
 
@@ -98,7 +98,7 @@ def ratios(ours: Sequence[Speeds], theirs: Sequence[Speeds]) -> tuple[float, flo
 
 
 def main() -> None:
-    """Measure, print, and end with one line of JSON."""
+    """Measure and print; the last line is JSON."""
     options = read_options()
     setting = ShapeSetting(
         shape=options.over, layers=options.over_layers, vocabulary=options.vocabulary,

@@ -1,8 +1,8 @@
-"""Decode speed with speculation over without, in turns: python -m benchmarks.generation.speculation
+"""Decode speed with speculation over without: python -m benchmarks.generation.speculation
 
 Prompts that repeat, edit and summarise a given text, or code, and prompts for free prose; greedy.
-Each answer with speculation is compared with the one without: they are the same tokens. Speeds are
-of decode steps; the first round, in which steps of new sizes are recorded, stands by itself.
+Each answer with speculation must have the tokens of the one without. Speeds are of decode steps;
+the first round, which records steps of new sizes, is listed separately.
 """
 
 import argparse
@@ -40,7 +40,7 @@ FREE = ("story", "essay")
 
 
 def main() -> None:
-    """Measure; prints a table, and JSON as the last line."""
+    """Measure and print a table; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--expert-dtype", default="int4")
@@ -72,7 +72,7 @@ def main() -> None:
 def measured(
     generators: dict[str, Generator], prompt: str, rounds: int, num_tokens: int
 ) -> dict[str, float]:
-    """Answer one prompt both ways in turns; return tokens a second and medians of the ratios."""
+    """Answer one prompt both ways in turn; return tokens per second and median ratios."""
     speeds: dict[str, list[float]] = {name: [] for name in generators}
     drafted = kept = 0
     for _ in range(rounds + 1):

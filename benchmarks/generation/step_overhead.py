@@ -1,7 +1,7 @@
-"""What a decode step costs beside its arithmetic: python -m benchmarks.generation.step_overhead
+"""The cost of a decode step beside its arithmetic: python -m benchmarks.generation.step_overhead
 
-Qwen3-MoE with all its layers and hardly any width, so that nothing but overhead is left: from the
-model's own Python code, and replayed; and how long recording a step takes.
+Qwen3-MoE with all its layers and a tiny width, so that only overhead is left: by the model's own
+Python code, and replayed; also the time of recording a step.
 """
 
 import argparse

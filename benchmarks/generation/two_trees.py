@@ -1,9 +1,9 @@
-"""Two trees of Tandem in turns, each with its environment: start, prompt and decode of the demo.
+"""Two trees of Tandem in turns, each in its environment: start, prompt and decode of the demo.
 
     python -m benchmarks.generation.two_trees OLD NEW [--rounds 5] [--tokens 120]
 
 Each tree runs `.venv/bin/tandem run` as a whole command. Prints medians, and the median of the new
-one's values over the old one's, pair by pair.
+tree's values over the old tree's, pair by pair.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _NAMES = ("seconds", "prefill_tokens_per_second", "decode_tokens_per_second")
 
 
 def run(tree: Path, prompt: str, num_tokens: int) -> dict[str, float]:
-    """Return a command's wall seconds, and the rates that it says."""
+    """Return a command's wall seconds, and the rates that it prints."""
     command = [str(tree / ".venv/bin/tandem"), "run", "demo", "-p", prompt, "--json",
                "--max-new-tokens", str(num_tokens), "--temperature", "0",
                "--speculate", "none"]  # fmt: skip

@@ -1,12 +1,12 @@
 """Steps that verify drafted tokens: python -m benchmarks.generation.verification SHAPE
 
-Steps of 1 to 4 tokens of one sequence, in turns, on random weights of a released shape, routed as a
-trace is (--trace FILE) or so that two tokens touch 1.7 and three 2.35 times the experts of one. A
-model of --layers layers and one of one layer are timed, and the whole model follows from both. What
-an MTP layer would bring: the layer of that shape with a head of 32,768 tokens really computed, its
-drafts kept with .88, and the second with .85 if the first was. With --sequences the tokens of a
-step are one of each of as many sequences, and nothing is drafted. Times are CPU time of the
-process, which other processes disturb less.
+Steps of 1 to 4 tokens of one sequence, in turns, on random weights of a released shape. Routing
+follows a trace (--trace FILE), or two tokens touch 1.7 and three 2.35 times the experts of one. A
+model of --layers layers and one of one layer are timed, and the whole model is extrapolated. For an
+MTP layer, the shape's own layer with a head of 32,768 tokens is computed; its drafts are accepted
+with probability .88, the second with .85 after the first. With --sequences the tokens of a step
+belong to as many sequences, and nothing is drafted. Times are CPU times of the process, which other
+processes disturb less.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SHARED = (0.3, 0.05)
 
 
 def main() -> None:
-    """Measure; prints a table, and JSON as the last line."""
+    """Measure and print a table; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shape")
     parser.add_argument("--trace")
@@ -84,28 +84,28 @@ def main() -> None:
 
 
 def with_mtp(seconds: dict[int, float], mtp: dict[int, float]) -> dict[int, float]:
-    """Return the speed over none with one and with two drafted tokens."""
+    """Return the speed with one and with two drafted tokens over that without."""
     first, second = KEPT
     tokens = {1: 1 + first, 2: 1 + first + first * second}
-    # The layer reads what was kept, and drafts; then it drafts from its own.
+    # The layer reads the accepted tokens and drafts, then drafts from its own output.
     drafting = {1: mtp[2], 2: mtp[3] + mtp[1]}
     return {n: tokens[n] * seconds[1] / (seconds[n + 1] + drafting[n]) for n in (1, 2)}
 
 
 def one_layer(shape: ModelShape) -> ModelShape:
-    """Return one layer with experts, with full attention where the shape has several kinds."""
+    """Return one layer with experts, with full attention if the shape has several kinds."""
     kinds = shape.values.get("layer_types")
     cut = shape.cut(1, first=0 if kinds is None else kinds.index("full_attention"))
     return dataclasses.replace(cut, values=all_with_experts(cut.values))
 
 
 def all_with_experts(values: dict) -> dict:  # type: ignore[type-arg]
-    """Let no layer be dense."""
+    """Return the shape without dense layers."""
     return {**values, "first_k_dense_replace": 0} if "first_k_dense_replace" in values else values
 
 
 class Steps:
-    """A model with one slot, which is taken back after each step."""
+    """A model with one slot, which is truncated after each step."""
 
     num_slots = 1
 
@@ -140,7 +140,7 @@ class Steps:
             assert self._pool._step_of(size).replayed.is_replaying
 
     def seconds(self, size: int, clock) -> float:  # type: ignore[no-untyped-def]
-        """Return what a step of so many tokens takes; all but one of them are taken back."""
+        """Return the seconds of a step of this many tokens; all but one of them are taken back."""
         start = clock()
         self._pool.verify({0: [7] * size})
         taken: float = clock() - start
@@ -148,7 +148,7 @@ class Steps:
         return taken
 
     def num_bytes(self, size: int) -> float:
-        """Return the bytes that a step reads on average: experts, dense weights, states twice."""
+        """Return the mean bytes that a step reads: experts, dense weights, states twice."""
         chosen = self._trace.experts
         starts = range(0, min(len(chosen), 2000) - size, size)
         distinct = [
@@ -170,7 +170,7 @@ class SequenceSteps(Steps):
     num_slots = SIZES[-1]
 
     def seconds(self, size: int, clock) -> float:  # type: ignore[no-untyped-def]
-        """Return what a step of a token of so many sequences takes."""
+        """Return the seconds of a step of one token in each of this many sequences."""
         start = clock()
         self._pool.decode(dict.fromkeys(range(size), 7))
         taken: float = clock() - start
@@ -182,7 +182,7 @@ class SequenceSteps(Steps):
 
 
 def synthetic(num_layers: int, num_experts: int, top_k: int) -> RoutingTrace:
-    """Return routing in which tokens share experts with the two before them."""
+    """Return routing in which tokens share experts with the two tokens before them."""
     chance = np.random.default_rng(0)
     tokens = np.zeros((4000, num_layers, top_k), dtype=np.uint16)
     kept = [share * top_k for share in SHARED]
@@ -214,7 +214,7 @@ def made(experts: Any, num_experts: int) -> RoutingTrace:
 
 
 def cut(trace: RoutingTrace, num_layers: int) -> RoutingTrace:
-    """Return a trace of its middle layers alone."""
+    """Return a trace's middle layers."""
     first = (trace.meta.n_moe_layers - num_layers) // 2
     return made(trace.experts[:, first : first + num_layers], trace.meta.n_experts)
 

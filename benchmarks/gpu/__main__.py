@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu --shape qwen3-30b-a3b [--layers N] [--out result.json]
 
-Builds a released shape with random weights, lets its routers choose or replays real routing, and
-prints a line per cell as it is measured: a run that is cut short has lost nothing. The last line of
+Builds a released shape with random weights, uses its routers or replays real routing, and prints a
+line per cell as soon as it is measured, so that an interrupted run loses nothing. The last line of
 standard output is one JSON document.
 """
 
@@ -37,7 +37,7 @@ LINK_BYTES = 256 << 20
 
 
 def main() -> int:
-    """Measure the cells; returns the exit code."""
+    """Measure the cells; return the exit code."""
     options = _options()
     shape = find_shape(options.shape)
     begin, rows = time.perf_counter(), []
@@ -174,7 +174,7 @@ def _cell_keys(cell: Cell) -> dict[str, Any]:
 
 
 def _with_shares_of_bound(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each cell its decode speed as a share of the fully resident one's."""
+    """Add to each cell its decode speed as a share of the fully resident cell's."""
     key = "decode_tokens_per_second"
     bounds = {
         (row["expert_dtype"], row["batch"]): row[key]
@@ -209,7 +209,7 @@ def _print(cell: Cell, result: Result) -> None:
 
 
 def _predicted(result: Result) -> str:
-    """Return the simulator's word beside what was measured; the goal is 15 % from it."""
+    """Return the simulator's forecast beside the measurement; the goal is a deviation of 15 %."""
     predicted = result.predicted_tokens_per_second
     if predicted is None:
         return ""
@@ -218,7 +218,7 @@ def _predicted(result: Result) -> str:
 
 
 def _link_speed() -> dict[str, float]:
-    """Time pinned copies as the runtime makes them, experts of 2 MiB, and in one piece."""
+    """Time pinned copies as the runtime makes them, of 2 MiB experts, and as one copy."""
     if not torch.cuda.is_available():
         return {}
     streams = CudaStreams()

@@ -1,10 +1,10 @@
-"""Transformers with accelerate's offload on the same shape: what a user has without Tandem.
+"""Transformers with accelerate's offloading on the same shape: the alternative to Tandem.
 
     python -m benchmarks.gpu.accelerate_offload --shape qwen3-30b-a3b --layers 4
 
-Experts are bf16 in host memory; accelerate brings a whole layer's experts to the GPU each time it
-runs. A few layers are timed, and the model's speed follows from the time of one: said so in what is
-printed. The last line is one JSON document.
+Experts are bf16 in host memory; accelerate copies a whole layer's experts to the GPU each time it
+runs. A few layers are timed, and the model's speed is extrapolated from them, as the output says.
+The last line is one JSON document.
 """
 
 import argparse
@@ -27,7 +27,7 @@ WARM_STEPS = 1
 
 
 def main() -> int:
-    """Time some steps; returns the exit code."""
+    """Time some steps; return the exit code."""
     parser = argparse.ArgumentParser(description="Time Transformers with accelerate's offload.")
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(MODEL_SHAPES))
     parser.add_argument("--layers", type=int, default=4)
@@ -69,7 +69,7 @@ def _model(options: argparse.Namespace, num_layers: int) -> Any:
     model = empty_model_of(shape, options.vocabulary)
     model.to_empty(device="cpu")
     for parameter in model.parameters():
-        parameter.data.fill_(0.01)  # what is computed does not matter, what is moved does
+        parameter.data.fill_(0.01)  # results do not matter, only copies do
     experts = [module for module in model.modules() if is_experts_module(module)]
     for module in experts:
         held = [p.data for p in module.parameters(recurse=False)]

@@ -1,4 +1,4 @@
-"""The cells of the comparison: a format, a share of the experts on the GPU, a batch, a system."""
+"""The cells of the comparison: a format, a share of experts on the GPU, a batch, a system."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Cell(NamedTuple):
 def cells(
     formats: Sequence[str], shares: Sequence[float], batches: Sequence[int], systems: Sequence[str]
 ) -> list[Cell]:
-    """Return Tandem in every cell, and the others at half of the experts and batch 1.
+    """Return Tandem in every cell, and the others with half of the experts and batch 1.
 
-    Cells of the same format and system follow each other: changing either costs seconds.
+    Cells of the same format and system are adjacent, because changing either costs seconds.
     """
     chosen: list[Cell] = []
     for expert_dtype in formats:

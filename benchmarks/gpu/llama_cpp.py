@@ -28,7 +28,7 @@ _OWN = ("llama.cpp", ())  # the package
 
 
 def main() -> int:
-    """Time prefill and decode; returns the exit code."""
+    """Time prefill and decode; return the exit code."""
     parser = argparse.ArgumentParser(description="Time llama.cpp at equal GPU memory.")
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(MODEL_SHAPES))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 1.0])
@@ -105,7 +105,7 @@ def _measure(options: argparse.Namespace) -> list[dict[str, str | float]]:
 
 
 def _speeds(setting: Setting, on_gpu: int, layers: int, command: Sequence[str]) -> Speeds:
-    """Time a program with the experts of some layers on the GPU, or the package; 0: without one."""
+    """Time a program, or the package, with some layers' experts on the GPU; 0: without one."""
     if command:
         options = ["-ngl", "99" if on_gpu else "0", "-ncmoe", str(layers - on_gpu)]
         return LlamaBench([*command, *options], setting).measure(0)

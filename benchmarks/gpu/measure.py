@@ -1,4 +1,4 @@
-"""One cell: prefill, time to first token, decode, and where the time went."""
+"""One cell: prefill, time to first token, decode, and where the time goes."""
 
 import time
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ PROFILED_STEPS = 4
 
 
 class Result(NamedTuple):
-    """What was measured; seconds of the GPU, the link and the CPU are per decoded step."""
+    """The measurements; seconds of the GPU, the link and the CPU are per decode step."""
 
     prefill_tokens_per_second: float
     time_to_first_token_seconds: float
@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is generated."""
+    """The workload."""
 
     prompt_tokens: int
     new_tokens: int
@@ -44,7 +44,7 @@ class Work(NamedTuple):
 
 
 def measure(model: Any, executor: HybridExecutor, work: Work) -> Result:
-    """Run prompts and steps on an executor whose cache has been sized."""
+    """Run prompts and steps on an executor whose cache has its size."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     prompts = torch.randint(
@@ -114,7 +114,7 @@ def _timed(work: Any) -> float:
 
 
 def _lanes(pool: CudaSlotPool, executor: HybridExecutor, batch: int) -> dict[str, float]:
-    """Return the seconds that each lane works in a step, by the profiler and the CPU's clock."""
+    """Return the busy seconds of GPU, link and CPU in a step, by profiler and CPU clock."""
     clock = executor.cache.clock
     cpu_before = clock.cpu_busy
     kinds = [torch.profiler.ProfilerActivity.CPU]

@@ -1,4 +1,4 @@
-"""What the simulator says of the steps that were measured: the same routing, slots and profile."""
+"""The simulator's forecast of measured steps: the same routing, slots and profile."""
 
 from collections.abc import Sequence
 
@@ -11,20 +11,20 @@ from tandem.trace import RoutingTrace, TraceMeta
 
 
 class Prediction:
-    """Listens from before the warm steps on; add it to an executor's listeners."""
+    """Records events from before the warm-up steps on; add it to an executor's listeners."""
 
     def __init__(self, cache: ExpertCache, batch: int) -> None:
-        """Note what is resident now: the replay begins with it."""
+        """Record the resident experts, with which the replay begins."""
         self._cache, self._batch = cache, batch
         self._resident, self._num_slots = cache.resident(), cache.num_slots
         self._layers: list[LayerExecuted] = []
 
     def __call__(self, event: LayerExecuted) -> None:
-        """Keep an event."""
+        """Store an event."""
         self._layers.append(event)
 
     def decode_tokens_per_second(self, steps: int) -> float | None:
-        """Return the predicted speed of the last `steps` steps; None if routing was not seen."""
+        """Return the predicted speed of the last `steps` steps; None if routing is missing."""
         chosen = self._chosen()
         if chosen is None or len(chosen) <= steps:
             return None
@@ -33,7 +33,7 @@ class Prediction:
         return steps * self._batch / seconds if seconds > 0 else None
 
     def _chosen(self) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]] | None:
-        """Return the experts of whole steps: (steps, batch, layers, top_k)."""
+        """Return the experts of complete steps: (steps, batch, layers, top_k)."""
         num_layers = self._cache.geometry.num_layers
         steps: list[list[Sequence[Sequence[int]]]] = []
         for event in self._layers:

@@ -1,7 +1,6 @@
-"""What is compared on a GPU: Tandem and other ways to run the same model, as a planner's settings.
+"""The systems compared on a GPU: Tandem and other ways to run the model, as planner settings.
 
-All systems run on the same kernels, the same link and the same captured steps: what differs is who
-decides, and how.
+All systems use the same kernels, link and captured steps; they differ in their decisions.
 """
 
 from typing import NamedTuple
@@ -17,7 +16,7 @@ class SimulatedConfig(OffloadConfig):
 
 
 class System(NamedTuple):
-    """A name and the options that make it."""
+    """A name and its options."""
 
     name: str
     options: dict[str, object]

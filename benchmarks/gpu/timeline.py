@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.timeline --shape qwen3-30b-a3b --layers 12 --out FOLDER
 
-For each share of the experts and each batch it prints the step's wall time, the time in which the
-GPU and the link are busy, and the kernels by their time; for a prompt the functions of the host
-too. FOLDER gets a trace of each (Chrome's format). Profiled times are longer than others.
+For each share of the experts and each batch it prints the step's wall time, the busy time of GPU
+and link, and the kernels by their time; for a prompt also the host's functions. A trace of each
+(Chrome's format) is written to FOLDER. Profiling makes times longer.
 """
 
 import argparse
@@ -34,7 +34,7 @@ MOST_ROWS = 32
 
 
 def main() -> int:
-    """Profile the cells; returns the exit code."""
+    """Profile the cells; return the exit code."""
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
     first = Cell(options.format, options.shares[0], options.batches[0], TANDEM)
@@ -144,7 +144,7 @@ def _kernels(work: Callable[[], object], steps: int, path: Path) -> None:
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """Return the time in which at least one of some spans runs."""
+    """Return the total time that some spans cover."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(spans):
         total += max(0.0, last - max(first, end))

@@ -1,1 +1,1 @@
-"""Benchmarks of the native kernels beside what else a model runs."""
+"""Benchmarks of the native kernels, and of other systems' kernels."""

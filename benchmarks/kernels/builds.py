@@ -1,10 +1,10 @@
-"""Two builds of the native part in turns: does one compiler's fall behind another's?
+"""Two builds of the native part in turns: is one compiler's build slower than another's?
 
     python -m benchmarks.kernels.builds A.so B.so [--isa avx512] [--rounds 5]
 
-Each build runs in a process of its own, one thread, the rounds of both in turns. A figure is the
-least processor time of one call over all rounds, on data that stays in the processor's cache: what
-other programs do to the memory and the clock counts little. Printed is B's speed over A's.
+Each build runs in a process of its own with one thread; the rounds alternate. A figure is the least
+processor time of one call over all rounds, on data that stays in the processor's cache, so that
+other programs hardly matter. B's speed over A's is printed.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def _measured(build: Path, isa: str) -> dict[str, float]:
 
 
 def _child(build: str, isa: str) -> None:
-    """Put the build where Tandem looks for its native part, and print seconds by call."""
+    """Install the build as Tandem's native part, and print seconds by call."""
     spec = importlib.util.spec_from_file_location("tandem.kernels._native", build)
     assert spec is not None
     assert spec.loader is not None
@@ -74,7 +74,7 @@ def _least_seconds(call: Callable[[], object]) -> float:
 
 
 def _experts(isa: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Two experts of 512 x 256, by format and number of tokens."""
+    """Return calls of two experts of 512 x 256, by format and number of tokens."""
     import torch
 
     from tandem.bench.random_weights import random_experts
@@ -99,7 +99,7 @@ def _experts(isa: str) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _attention(isa: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """One token and 64 at 512 positions, 8 heads on 2."""
+    """Return calls of attention: 1 and 64 tokens at 512 positions, 8 heads on 2 KV heads."""
 
     from benchmarks.generation.attention import attend_call, filled
 
@@ -118,7 +118,7 @@ def _attention(isa: str) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _quantising() -> Iterator[tuple[str, Callable[[], object]]]:
-    """A matrix of 128 x 512 in bf16; the instruction set is TANDEM_ISA's or the best."""
+    """Return calls that quantise a 128 x 512 matrix in bf16, by TANDEM_ISA or the best ISA."""
     import torch
 
     from tandem.kernels.formats import PackedMatrix, find_format

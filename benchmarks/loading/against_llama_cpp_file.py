@@ -1,12 +1,12 @@
-"""Tandem against llama.cpp on the same GGUF files: weights, answers and speed, type by type.
+"""Tandem against llama.cpp on the same GGUF files: weights, answers and speed, by type.
 
     python -m benchmarks.loading.against_llama_cpp_file [--types Q4_K IQ4_XS ...] [--layers N]
 
-The demo model, padded so that blocks of 256 fit its rows, is quantised to each type by llama.cpp's
-own library. Then: (a) the weights that Tandem decodes are compared with ggml's reference, bit by
-bit; (b) the divergence of each system's answers from those of the fp32 model of these weights, and
-(c) its perplexity, on text; (d) prefill and decode in turns. The last line is JSON. Needs the
-packages gguf and llama-cpp-python.
+The demo model, padded so that its rows are whole blocks of 256, is quantised to each type by
+llama.cpp's own library. Then it compares: (a) the weights that Tandem decodes with ggml's
+reference, bit by bit; (b) the divergence of each system's answers from those of the fp32 model of
+these weights, and (c) its perplexity, on text; (d) prefill and decode, in turns. The last line is
+JSON. Needs the packages gguf and llama-cpp-python.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def answers(model: Any, windows: Tensor) -> list[Tensor]:
 
 
 def generated_logits(model: Any, windows: Tensor) -> list[Tensor]:
-    """Return the same as a generator computes them: natively, with the KV cache of its default."""
+    """Return the logits of a generator: native, with its default KV cache."""
     generator = Generator(model, threads=require_runtime(model).threads)
     return [
         generator.slot_pool(1, capacity=len(ids)).prefill_with_logits(0, ids.tolist()).float()
@@ -79,7 +79,7 @@ def perplexity(logits: list[Tensor], windows: Tensor) -> float:
 
 
 def differing_weights(file: Path, model: Any, ggml: Ggml) -> int:
-    """Return how many of the experts' weights are another number than by ggml's reference."""
+    """Return how many of the experts' weights differ from ggml's reference."""
     tensors, count = read_header(file).tensors, 0
     for number, layer in enumerate(require_runtime(model).store):
         parts = [tensors[f"blk.{number}.ffn_{n}_exps.weight"] for n in ("gate", "up", "down")]
@@ -95,7 +95,7 @@ def differing_weights(file: Path, model: Any, ggml: Ggml) -> int:
 
 
 def speeds(model: Any, theirs: LlamaCpp, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return prefill and decode in tokens a second of both, measured in turns."""
+    """Return both systems' prefill and decode in tokens per second, measured in turns."""
     bench = KernelBench(num_threads=threads)
     generator = Generator(model, threads=require_runtime(model).threads)
     work = Workload(prompt_tokens=_PROMPT, new_tokens=_STEPS, depth=0)
@@ -112,7 +112,7 @@ def speeds(model: Any, theirs: LlamaCpp, threads: int, rounds: int) -> dict[str,
 
 
 def compare(name: str, arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Return one type's comparison."""
+    """Return the comparison of one type."""
     demo = Path(find_model(ModelChoice(model="demo"), quiet=True).model)
     ggml, file = Ggml(), scratch / f"{name}.gguf"
     write_padded(file, demo, kinds_of(name, arguments.layers), ggml, arguments.layers)
@@ -149,7 +149,7 @@ def compare(name: str, arguments: argparse.Namespace, scratch: Path) -> dict[str
 
 
 def main() -> None:
-    """Compare, print a line for each type, and end with one line of JSON."""
+    """Compare and print a line for each type; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--types", nargs="+", default=list(TYPES), choices=TYPES)
     parser.add_argument("--dtype", default="auto", help="of Tandem's values between layers")

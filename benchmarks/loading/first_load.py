@@ -1,12 +1,12 @@
-"""The first load of a bf16 checkpoint as int4, over the longer of reading it and quantising it.
+"""The first load of a bf16 checkpoint as int4, over the longer of reading and quantising it.
 
     python -m benchmarks.loading.first_load write DIR [--shape NAME] [--layers N]
     python -m benchmarks.loading.first_load measure DIR [--rounds 3] [--expert-dtype int4]
 
-`write` makes a checkpoint of a released shape's first layers, with random weights, as Transformers
-would, one tensor an expert. `measure` times in turns: a plain read of its files, which are dropped
-from the page cache first; the quantiser alone, on as many weights in memory; and a load, the files
-dropped again. The last line is JSON.
+`write` makes a checkpoint of a released shape's first layers with random weights, one tensor per
+expert, as Transformers would. `measure` times in turns: a plain read of its files, which are
+dropped from the page cache first; the quantiser alone, on as many weights in memory; and a load,
+after the files are dropped again. The last line is JSON.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _STD = 0.02
 
 
 def write(directory: Path, shape_name: str, num_layers: int) -> None:
-    """Write a checkpoint, one file a layer."""
+    """Write a checkpoint, one file per layer."""
     shape = find_shape(shape_name).sample(num_layers)
     model = empty_model_of(shape, _VOCABULARY)
     config = model.config
@@ -58,7 +58,7 @@ def write(directory: Path, shape_name: str, num_layers: int) -> None:
 
 
 def _source_tensors(name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a parameter as the released files have it: fused experts come apart."""
+    """Return a parameter in the form of released files: fused experts as separate tensors."""
     if ".experts." not in name:
         return {name: parameter}
     base, _, kind = name.rpartition(".")
@@ -92,7 +92,7 @@ def measure(directory: Path, rounds: int, expert_dtype: str) -> None:
 
 
 def _quantise_seconds(num_weights: int, expert_dtype: str) -> float:
-    """Return what the quantiser takes for so many weights, all alike."""
+    """Return the quantiser's seconds for this many weights, in equal matrices."""
     rows, cols = 6144, 2048
     weights = (torch.randn(rows, cols) * _STD).bfloat16()
     packed = PackedMatrix.empty(rows, cols, find_format(expert_dtype))
@@ -109,7 +109,7 @@ def _seconds(work: Any) -> float:
 
 
 def main() -> None:
-    """Write or measure."""
+    """Write or measure, as the command line says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""llama.cpp's library for blocks, and which type each matrix of its files has."""
+"""llama.cpp's quantisation library, and the type of each matrix in its files."""
 
 import ctypes
 from collections.abc import Callable
@@ -13,10 +13,10 @@ Floats = NDArray[np.float32]
 
 
 class Ggml:
-    """llama.cpp's library for blocks, as an installed llama-cpp-python brings it."""
+    """llama.cpp's quantisation library, as an installed llama-cpp-python provides it."""
 
     def __init__(self) -> None:
-        """Raises `ImportError` where it is not installed."""
+        """Raises `ImportError` if it is not installed."""
         import llama_cpp
 
         folder = Path(llama_cpp.__file__).parent / "lib"
@@ -28,7 +28,7 @@ class Ggml:
         self._library.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
 
     def quantize(self, values: Floats, kind: GGMLQuantizationType) -> NDArray[np.uint8]:
-        """Round rows to blocks, with every column as important as another: (..., bytes)."""
+        """Quantise rows to blocks, with equal importance of all columns: (..., bytes)."""
         values = np.ascontiguousarray(values)
         out = self.room(values, kind)
         importance = np.ones(values.shape[-1], dtype=np.float32)
@@ -36,7 +36,7 @@ class Ggml:
         return out
 
     def room(self, values: Floats, kind: GGMLQuantizationType) -> NDArray[np.uint8]:
-        """Return memory for the blocks of rows, which has been written before."""
+        """Return memory for the blocks of rows, already written once."""
         block, size = gguf.GGML_QUANT_SIZES[kind]
         return np.zeros((*values.shape[:-1], values.shape[-1] // block * size), dtype=np.uint8)
 
@@ -49,7 +49,7 @@ class Ggml:
         count: int,
         importance: Floats | None = None,
     ) -> None:
-        """Round some of the rows to their place in `out`."""
+        """Quantise some of the rows to their place in `out`."""
         cols = values.shape[-1]
         weights = None if importance is None else importance.ctypes.data
         self._library.ggml_quantize_chunk(
@@ -57,7 +57,7 @@ class Ggml:
         )
 
     def dequantize(self, blocks: NDArray[np.uint8], kind: GGMLQuantizationType) -> Floats:
-        """Return what blocks stand for, by llama.cpp's reference: (..., cols)."""
+        """Return the values of blocks by llama.cpp's reference: (..., cols)."""
         blocks = np.ascontiguousarray(blocks)
         block, size = gguf.GGML_QUANT_SIZES[kind]
         out = np.empty((*blocks.shape[:-1], blocks.shape[-1] // size * block), dtype=np.float32)
@@ -67,7 +67,7 @@ class Ggml:
 
 
 class _TypeTraits(ctypes.Structure):
-    """The begin of ggml's record of a type."""
+    """The beginning of ggml's record of a type."""
 
     _fields_ = (
         ("type_name", ctypes.c_char_p),
@@ -82,7 +82,7 @@ class _TypeTraits(ctypes.Structure):
 def kinds_of(
     name: str, num_layers: int, *, is_tied: bool = True
 ) -> Callable[[str], GGMLQuantizationType]:
-    """Return which type each matrix has in a file of a type, or of llama.cpp's mixture Q4_K_M."""
+    """Return the type of each matrix in a file of a type, or of llama.cpp's mixture Q4_K_M."""
 
     usual = GGMLQuantizationType.Q4_K
 

@@ -4,12 +4,11 @@
     python -m benchmarks.loading.large_model write FILE.gguf [--quantisation Q4_K_M]
     python -m benchmarks.loading.large_model load DIR|FILE.gguf [--cold] [--tokens N]
 
-`write` packs the weights of one layer for all, in little memory. `load` measures the time and the
-memory of its own that the process takes meanwhile, which mapped pages of files are no part of.
-`load --cold` first drops the files from the page cache and times a plain read of all, then drops
-them again.
-What a prompt and tokens take is measured as `tandem plan` does for its forecast; with `--tokens 0`
-it is not. The last line is JSON.
+`write` packs the weights of one layer for all layers, in little memory. `load` measures the time,
+and the private memory of the process meanwhile, without mapped pages of files. `load --cold` first
+drops the files from the page cache and times a plain read of all, then drops them again. A prompt
+and tokens are timed as `tandem plan` does for its forecast, unless `--tokens 0`. The last line is
+JSON.
 """
 
 import argparse
@@ -81,7 +80,7 @@ def load(flags: argparse.Namespace) -> None:
 
 
 def _packed_bytes(model: Any) -> int:
-    """Return what the experts and the other packed matrices take; tied ones count once."""
+    """Return the bytes of experts and other packed matrices; tied ones count once."""
     dense = {
         module.packed.matrix.data.data_ptr(): module.packed.num_bytes
         for module in model.modules()
@@ -92,7 +91,7 @@ def _packed_bytes(model: Any) -> int:
 
 @contextmanager
 def watching_memory() -> Iterator[list[int]]:
-    """Collect how many bytes of its own the process has, every twentieth of a second."""
+    """Collect the process's private memory in bytes, every twentieth of a second."""
     seen, has_ended = [0], threading.Event()
 
     def watch() -> None:
@@ -109,7 +108,7 @@ def watching_memory() -> Iterator[list[int]]:
 
 
 def _answers(model: Any, num_tokens: int) -> dict[str, Any]:
-    """Return what a prompt and tokens take, and the memory behind them."""
+    """Return the times of a prompt and tokens, and the memory after them."""
     work = Workload(prompt_tokens=PROMPT_TOKENS, new_tokens=num_tokens)
     rounds = [measure(model, Generator(model), work) for _ in range(_ROUNDS)]
     first = rounds[0]
@@ -124,7 +123,7 @@ def _answers(model: Any, num_tokens: int) -> dict[str, Any]:
 
 
 def memory_kinds() -> dict[str, int]:
-    """Return what of this process is its own, and what are pages of mapped files."""
+    """Return the process's private memory and its mapped file pages in bytes."""
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(("RssAnon", "RssFile")):

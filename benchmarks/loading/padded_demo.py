@@ -1,7 +1,8 @@
-"""The demo model as GGUF with rows that llama.cpp's blocks of 256 fit: padded with zeros.
+"""The demo model as GGUF, padded with zeros so that rows are whole blocks of 256.
 
-A hidden size of 768 instead of 576 and 12 heads instead of 9; norms see the same numbers, so the
-model's function stays. Matrices are quantised by `ggml_quantize_chunk` of llama.cpp's own library.
+The hidden size is 768 instead of 576, and there are 12 heads instead of 9; norms see the same
+numbers, so the model's function is the same. Matrices are quantised by `ggml_quantize_chunk` of
+llama.cpp's own library.
 """
 
 from collections.abc import Callable, Iterator
@@ -68,7 +69,7 @@ def _add_metadata(writer: gguf.GGUFWriter, config: Any, num_layers: int) -> None
 
 
 def _padded_tensors(demo: Path, num_layers: int) -> Iterator[tuple[str, Floats]]:
-    """Yield (name in GGUF, values) of every tensor, experts of a layer stacked."""
+    """Yield (GGUF name, values) of every tensor; a layer's experts are stacked."""
     tensors = _Tensors(demo)
     hidden = int(tensors["model.norm.weight"].shape[0])
     norm = (hidden / HIDDEN) ** 0.5  # the mean is over more numbers
@@ -104,7 +105,7 @@ class _Tensors:
 
 
 def _pad(values: Tensor, rows: int | None = None) -> Floats:
-    """Return fp32 with zeros up to the hidden size in columns of 576, and up to `rows`."""
+    """Return fp32 values, padded with zeros to the hidden size (columns) and to `rows`."""
     cols = HIDDEN if values.shape[-1] < HIDDEN else values.shape[-1]
     below = 0 if rows is None or values.ndim == 1 else rows - values.shape[0]
     padding = (0, cols - values.shape[-1], 0, below)[: 2 * values.ndim]

@@ -1,10 +1,10 @@
-"""How fast weights are quantised, against llama.cpp's quantiser in turns.
+"""The quantiser's speed against llama.cpp's, in turns.
 
     python -m benchmarks.loading.quantise [--threads N] [--rounds N]
 
-One matrix of bf16 weights as a checkpoint has it, rounded to Tandem's formats with their search of
-scales, and to Q4_0 and Q4_K by `ggml_quantize_chunk` of an installed llama-cpp-python, whose source
-is fp32 (what its own program converts to first) and whose rows are dealt out to as many threads.
+One matrix of bf16 weights, as in a checkpoint, is quantised to Tandem's formats with their scale
+search, and to Q4_0 and Q4_K by `ggml_quantize_chunk` of an installed llama-cpp-python. Its source
+is fp32 (which its own program converts to first), and its rows are divided among as many threads.
 Both write to memory that has been written before. The ceiling is a copy of the same bytes. The last
 line is JSON.
 """
@@ -34,14 +34,14 @@ RIVALS = ("Q4_0", "Q4_K")
 
 
 def ours(weights: Tensor, name: str) -> Callable[[], None]:
-    """Return what rounds the weights to a format once more."""
+    """Return a function that quantises the weights to a format."""
     fmt = find_format(name)
     packed = PackedMatrix.empty(ROWS, COLS, fmt)
     return lambda: write_weight(packed.blocks, fmt, weights)
 
 
 def llama_cpp(weights: Tensor, name: str, num_threads: int) -> Callable[[], None] | None:
-    """Return what llama.cpp's library does for the same; None if it is not installed."""
+    """Return a function that does the same by llama.cpp's library; None if it is not installed."""
     try:
         library = Ggml()
     except ImportError:

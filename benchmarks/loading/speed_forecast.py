@@ -1,11 +1,11 @@
-"""Compares what `tandem plan` says of a packed checkpoint's speed with what a load then does.
+"""Compares `tandem plan`'s speed forecast for a packed checkpoint with a load.
 
     python -m benchmarks.loading.large_model write DIR
     python -m benchmarks.loading.speed_forecast DIR --pairs 3
 
-Each pair is a fresh forecast and a load after it, in processes of their own. What the memory gives
-is read before, between and after them: where a host's memory changes its speed from minute to
-minute, a ratio without it says more of the host than of the forecast. "at equal memory speed" are
+Each pair is a new forecast and a load after it, in processes of their own. The memory's read rate
+is measured before, between and after them: where a host's memory changes its speed from minute to
+minute, a plain ratio says more about the host than about the forecast. "at equal memory speed" are
 ratios of bytes, each side divided by its own minute's rate. The last line is JSON.
 """
 
@@ -32,7 +32,7 @@ FIGURES = (
 
 
 class Pair(NamedTuple):
-    """A forecast, a load, and gigabytes per second read around each."""
+    """A forecast, a load, and the memory's gigabytes per second around each."""
 
     forecast: dict[str, Any]
     load: dict[str, Any]
@@ -51,7 +51,7 @@ class Pair(NamedTuple):
 
 
 def run_pair(directory: Path, tokens: int) -> Pair:
-    """Forecast, load, and read memory around them."""
+    """Forecast, load, and measure the memory around them."""
     before = _read_rate()
     plan = ["-m", "tandem.cli.main", "plan", str(directory), "--refresh", "--json"]
     forecast = _last_line(plan)
@@ -65,7 +65,7 @@ def run_pair(directory: Path, tokens: int) -> Pair:
 
 
 def _read_rate() -> float:
-    """Return gigabytes a second; the memory for it is given back."""
+    """Return the memory's gigabytes per second; the buffer is freed afterwards."""
     bench = KernelBench(num_threads=detect_cpu().num_threads)
     return measure_machine(bench).read_gigabytes_per_second
 

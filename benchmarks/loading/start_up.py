@@ -1,11 +1,11 @@
-"""How long a start takes: from the command to the first token, over `import torch` alone.
+"""The time of a start, from the command to the first token, beyond `import torch` alone.
 
     python -m benchmarks.loading.start_up [--rounds 5] [-- MODEL and flags of tandem run]
 
-Both are whole processes, in turns; a first answer, which may convert and keep the model, is not
+Both are whole processes, in turns. A first answer, which may convert and keep the model, is not
 counted. The command's time ends with the first character of its answer. Byte code must have been
-written: without PYTHONDONTWRITEBYTECODE. The last line is JSON, medians of all rounds; processor
-time is of the whole process with an answer of eight tokens.
+written, so PYTHONDONTWRITEBYTECODE must not be set. The last line is JSON: medians of all rounds;
+processor time is of the whole process with an answer of eight tokens.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def until_first_output(command: list[str]) -> tuple[float, float]:
-    """Return the seconds until a process writes something, and its processor time in all."""
+    """Return the seconds until a process writes something, and its total processor time."""
     before = processor_seconds()
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)

@@ -1,1 +1,1 @@
-"""The tables and figures of the two papers that Tandem follows: theirs, and ours by a command."""
+"""The tables and figures of the two papers that Tandem follows: theirs, and ours by command."""

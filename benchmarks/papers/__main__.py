@@ -1,8 +1,8 @@
 """DALI's and paper 2's tables and figures beside ours: `python -m benchmarks.papers [NAME...]`.
 
-Replays the shipped traces on profiles of the papers' testbeds; nothing is timed but plans
-(`overheads`) and nothing is loaded but the demo model (`look-ahead`). NAME: only these tables.
---json: a last line with all cells. --write: also into docs/papers.md, whose text is by hand.
+Replays the shipped traces on profiles of the papers' testbeds. Only plans are timed (`overheads`),
+and only the demo model is loaded (`look-ahead`). NAME: only these tables. --json: the last line has
+all cells. --write: also into docs/papers.md, whose text is written by hand.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Paper 2's hit rates, readings of its table I, thread scaling and speed-ups.
 
-Its models have no traces: its policies run on ours, on the profile made of its table I.
+There are no traces of its models: its policies run on ours, on a profile made from its table I.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ POLICIES = {"fifo": "its default", "copy-on-miss": "its LRU", "next-use": "Tande
 
 
 def best_two(trace: RoutingTrace) -> RoutingTrace:
-    """Return a trace of the two experts of most weight: a top-2 model, as both of the paper."""
+    """Return a trace of each token's two heaviest experts: a top-2 model, as in the paper."""
     assert trace.weights is not None
     order = np.argsort(-trace.weights.astype(np.float32), axis=-1, kind="stable")[..., :PER_LAYER]
     return dataclasses.replace(
@@ -85,7 +85,7 @@ def hits(trace: RoutingTrace, eviction: str, ways: int, tokens: int) -> tuple[fl
 
 
 def hit_rates(replays: Replays) -> Table:
-    """Return hits of two experts a layer at batch 1, half of the experts resident, all layers."""
+    """Return hits of two experts per layer at batch 1, half of the experts resident, all layers."""
     head = ["half of the experts resident", "at least one of two", "both", "of all", "over random"]
     rows = []
     for name, trace in replays.traces.items():
@@ -102,7 +102,7 @@ def hit_rates(replays: Replays) -> Table:
 
 
 def indexes(replays: Replays) -> Table:
-    """Return which share of a token's experts is on the GPU, by how a quarter of slots is laid."""
+    """Return the share of a token's experts on the GPU, by the placement of a quarter of slots."""
     parts = (1, 2, 4)
     rows = []
     for name, trace in replays.traces.items():
@@ -122,7 +122,7 @@ def indexes(replays: Replays) -> Table:
 
 
 def reuse(replays: Replays) -> Table:
-    """Return how often tokens and layers in turn choose the same experts."""
+    """Return how often consecutive tokens and layers choose the same experts."""
     names = list(replays.traces)
     rows = []
     for what, stated, of_two in (
@@ -150,7 +150,7 @@ def _shared_with_last(trace: RoutingTrace) -> float:
 
 
 def reading(replays: Replays) -> Table:
-    """Return what table I allows, read as times of one expert, and of a layer's two together."""
+    """Return the implications of table I, read as times of one expert, and of two together."""
     rows = []
     for model, stated in ON_DEMAND.items():
         seconds = _size(model) * COPY_MS / 1000
@@ -170,7 +170,7 @@ def _size(model: str) -> float:
 
 
 def _limits(model: str, threads: int, per_layer: int) -> tuple[float, float]:
-    """Return the speeds without any hit, and with hits wherever there is a cache."""
+    """Return the speeds without hits, and with hits in every layer that has a cache."""
     cpu, gpu = (_size(model) * ms * per_layer / 1000 for ms in (CPU_MS[threads], GPU_MS))
     dense = LAYERS * PROFILE.shape("mixtral-8x7b").dense_seconds[0]
     cached = INDEXES[model]
@@ -178,7 +178,7 @@ def _limits(model: str, threads: int, per_layer: int) -> tuple[float, float]:
 
 
 def machine(threads: int) -> HardwareProfile:
-    """Return the testbed with so many threads, table I read as times of a layer's two experts."""
+    """Return the testbed with this many threads; table I is read as times of two experts."""
     scale = CPU_MS[threads] / CPU_MS[24] / PER_LAYER
 
     def of(shape: ShapeCosts) -> ShapeCosts:
@@ -198,7 +198,7 @@ def machine(threads: int) -> HardwareProfile:
 
 
 def threads(replays: Replays) -> Table:
-    """Return decode speeds by threads of the CPU, and as shares of those with all threads."""
+    """Return decode speeds by number of CPU threads, also relative to all threads."""
     head = ["decode tok/s (of 24 threads)", *[f"{count}" for count in CPU_MS]]
     rows = []
     for model, stated in (("Mixtral", MIXTRAL), ("Phi-3.5-MoE", PHI)):

@@ -1,7 +1,7 @@
 """DALI's speeds, plans and ablations, replayed on the profile of its testbed.
 
-What its text says stands beside each replay. The numbers behind its figures, which are pictures,
-are unknown but for those that the text names.
+Numbers from its text are beside each replay. Its figures are images, so their numbers are unknown
+except those in the text.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ LONGER = {"llama.cpp": 2.78, "ktransformers": 1.96, "hybrimoe": 1.47}  # 128 to 
 
 
 def decode_speed(tally: Tally) -> float | None:
-    """Return the decode speed, all sequences together."""
+    """Return the decode speed of all sequences together."""
     return tally.decode_tokens_per_second()
 
 
@@ -50,7 +50,7 @@ def prefill_speed(tally: Tally) -> float | None:
 
 
 def link_share(tally: Tally) -> float | None:
-    """Return which share of the time the link is busy."""
+    """Return the share of time in which the link is busy."""
     return min(1.0, tally.link_busy_seconds / tally.total_seconds)
 
 
@@ -125,7 +125,7 @@ def _with_window(dali: System, window: int, swaps: int) -> System:
 
 
 def plans(replays: Replays) -> Table:
-    """Return table 4: the seconds of greedy plans over those of exact ones, 32 tokens decoded."""
+    """Return table 4: seconds of greedy plans over those of exact ones, 32 decode tokens."""
     head = ["greedy over exact", *[f"batch {batch}" for batch in PLANS]]
     stated = [f"{greedy / exact:.2f} ({greedy} / {exact} s)" for exact, greedy in PLANS.values()]
     rows = [["DALI's paper, DeepSeek-V2-Lite", *stated]]
@@ -139,9 +139,9 @@ def plans(replays: Replays) -> Table:
 
 
 def plan_seconds(replays: Replays, name: str, batch: int) -> tuple[float, float]:
-    """Return what the exact and the greedy plans of the same decode layers take, by equations 3-9.
+    """Return the seconds of exact and greedy plans of the same decode layers, by equations 3-9.
 
-    DALI runs; each of its layers is planned both ways. Zeros for a trace of too few pieces.
+    DALI runs, and each of its layers is planned both ways. Zeros for a trace of too few pieces.
     """
     trace, geometry = replays.pieces(name), replays.geometry(name)
     if trace.num_sequences < batch:
@@ -176,7 +176,7 @@ def plan_seconds(replays: Replays, name: str, batch: int) -> tuple[float, float]
 
 
 def ablations(replays: Replays) -> Table:
-    """Return what each part brings: section 6.3 and figures 5, 18 and 19."""
+    """Return the gain of each part: section 6.3 and figures 5, 18 and 19."""
     names = list(replays.traces)
     rows = []
     for what, stated, one in ABLATIONS:
@@ -185,7 +185,7 @@ def ablations(replays: Replays) -> Table:
 
 
 def _assigned(assignment: str, base: str = "cpu-only", gpu_experts: float = 0.5) -> Ablation:
-    """Compare two assignments over the same experts, which stay."""
+    """Compare two assignments with the same, fixed residents."""
 
     def ratio(replays: Replays, name: str) -> float | None:
         ours, other = plain(assignment), plain(base)
@@ -227,7 +227,7 @@ def _step_of_19(eviction: str, base: str, *, adds_prefetch: bool) -> Ablation:
 
 
 def _link(which: str) -> Ablation:
-    """Return the share of the time in which the link copies."""
+    """Return the share of time in which the link copies."""
 
     def share(replays: Replays, name: str) -> float | None:
         tally = replays.tally(name, replays.system(name, which), batch=LARGE)
@@ -237,7 +237,7 @@ def _link(which: str) -> Ablation:
 
 
 def _more_hits(window: tuple[int, int], base: tuple[int, int]) -> Ablation:
-    """Return the hit rate above that of another window, in percentage points."""
+    """Return the hit rate minus that of another window, in percentage points."""
 
     def points(replays: Replays, name: str) -> float | None:
         dali = replays.system(name, "dali")
@@ -289,7 +289,7 @@ ABLATIONS: list[tuple[str, str, Ablation]] = [
 
 
 def overheads(replays: Replays) -> Table:
-    """Return table 6: the share of the time that planning takes, batch 8."""
+    """Return table 6: the share of time that planning takes, batch 8."""
     rows = []
     for which, stated in OVERHEADS.items():
         cells = [which, shown(stated, ".1f") + (" %" if stated else "")]

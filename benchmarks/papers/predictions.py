@@ -1,7 +1,7 @@
 """DALI's tables of predictors (2, 5 and 8), and of the GPU's memory (7).
 
-Tables 5 and 8 need the inputs of routers, which traces do not have: `tandem calibrate` measures
-both on a model, the demo model by default. Table 7 is the answer of `tandem plan`.
+Tables 5 and 8 need the routers' inputs, which traces do not have: `tandem calibrate` measures both
+on a model, by default the demo model. Table 7 is `tandem plan`'s answer.
 """
 
 import sys
@@ -38,7 +38,7 @@ MEMORY = {
 
 
 def statistics(replays: Replays) -> Table:
-    """Return table 2: which share of the k experts predicted best has the most tokens."""
+    """Return table 2: the share of the k best predicted experts that have the most tokens."""
     batches = replays.batches()
     rows = []
     for system, stated in STATED.items():
@@ -55,7 +55,7 @@ def statistics(replays: Replays) -> Table:
 
 
 def accuracies(replays: Replays, name: str, predictor: str, batch: int) -> list[float] | None:
-    """Return for each k, in percent, how many of the k best have at least the k-th most tokens."""
+    """Return for each k the percentage of the k best with at least the k-th most tokens."""
     trace = replays.traces[name]
     if trace.num_sequences < batch:
         return None
@@ -78,7 +78,7 @@ def accuracies(replays: Replays, name: str, predictor: str, batch: int) -> list[
 
 
 def num_right(forecast: Forecast, load: LayerLoad, k: int) -> int:
-    """Return how many of the k best have at least as many tokens as the k-th of the layer."""
+    """Return how many of the k best have at least as many tokens as the layer's k-th."""
     scores, tokens = forecast.scores, dict(zip(load.experts, load.tokens, strict=True))
     best = sorted(range(len(scores)), key=lambda expert: (-scores[expert], expert))[:k]
     least = sorted(load.tokens, reverse=True)[:k][-1]
@@ -86,7 +86,7 @@ def num_right(forecast: Forecast, load: LayerLoad, k: int) -> int:
 
 
 def look_ahead(replays: Replays) -> Table:
-    """Return tables 5 and 8: how well the next router predicts, with and without the residual."""
+    """Return tables 5 and 8: accuracy of asking the next router, with and without the residual."""
     with tempfile.TemporaryDirectory() as folder:
         vectors = str(Path(folder, "vectors"))
         found = answer(["calibrate", "demo", "--output", vectors])
@@ -94,7 +94,7 @@ def look_ahead(replays: Replays) -> Table:
 
 
 def look_ahead_of(found: dict[str, Any]) -> Table:
-    """Return tables 5 and 8 with what `tandem calibrate` has found of the demo model."""
+    """Return tables 5 and 8 from `tandem calibrate`'s results for the demo model."""
     rows = [
         [f"DALI's paper, {model}", *accuracy, *COSINES.get(model, (NONE, NONE))]
         for model, accuracy in PREDICTED.items()
@@ -111,7 +111,7 @@ def look_ahead_of(found: dict[str, Any]) -> Table:
 
 
 def memory(replays: Replays) -> Table:
-    """Return table 7: GB on the GPU by batch, 128 tokens a sequence, as `tandem plan` counts."""
+    """Return table 7: GB on the GPU by batch, 128 tokens per sequence, by `tandem plan`."""
     rows = []
     for shape, (share, hybrimoe, dali) in MEMORY.items():
         rows.append([f"{shape}, {share:.0%}", "HybriMoE", *hybrimoe.split()])

@@ -1,7 +1,7 @@
 """The replays that the tables share: each system once, under the papers' own conditions.
 
-A trace is cut into pieces of a prompt and an answer, as DALI has them: 64 tokens at once, then 64
-steps. A fifth of the pieces is held out; it gives popularity to systems that start with it.
+A trace is cut into pieces of a prompt and an answer, as in DALI: 64 tokens at once, then 64 steps.
+A fifth of the pieces is held out; systems that start with popular experts learn from it.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ RELEASED = System(
 
 
 def pieces(trace: RoutingTrace, length: int) -> RoutingTrace:
-    """Return the sequences cut into pieces of so many tokens; what is left of each is dropped."""
+    """Return the sequences cut into pieces of this many tokens; the rest of each is dropped."""
     spans = pairwise(trace.seq_offsets.tolist())
     starts = [at for start, end in spans for at in range(start, end - length + 1, length)]
     return taken(trace, [np.arange(at, at + length) for at in starts])
 
 
 def with_perfect_hints(trace: RoutingTrace) -> RoutingTrace:
-    """Return a trace in which DALI's predictor names just what each router then chooses."""
+    """Return a trace in which DALI's predictor names exactly what each router chooses next."""
     meta = dataclasses.replace(trace.meta, predictors=("residual",))
     return dataclasses.replace(trace, meta=meta, predicted=trace.experts[:, :, None])
 
@@ -55,7 +55,7 @@ def plain(assignment: str, eviction: str = "static", start: str = "random") -> S
 
 
 class Replays:
-    """Traces by name, and the replays of them that were asked for so far."""
+    """Traces by name, and their replays so far."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Replays:
         profile: HardwareProfile = DALI_MACHINE,
         has_hints: bool = False,
     ) -> Tally | None:
-        """Return what a replay adds up; None where the trace has too few pieces for the batch."""
+        """Return a replay's totals; None if the trace has too few pieces for the batch."""
         batch = min(batch, self.most)
         trace = self.pieces(name, has_hints=has_hints)
         held = trace.num_sequences // 5
@@ -129,7 +129,7 @@ class Replays:
     def conditions(
         self, batch: int, gpu_experts: float = 0.5, profile: HardwareProfile = DALI_MACHINE
     ) -> Conditions:
-        """Return what a replay holds constant."""
+        """Return the constant conditions of a replay."""
         return Conditions(
             profile=profile,
             gpu_experts=gpu_experts,
@@ -151,7 +151,7 @@ class Replays:
         gpu_experts: float = 0.5,
         has_hints: tuple[bool, bool] = (False, False),
     ) -> float | None:
-        """Return one system's measure over another's; None where one of them is unknown."""
+        """Return one system's measure over another's; None if one of them is unknown."""
         values = []
         for which, hinted in zip((system, base), has_hints, strict=True):
             tally = self.tally(name, which, batch=batch, gpu_experts=gpu_experts, has_hints=hinted)

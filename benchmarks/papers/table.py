@@ -1,4 +1,4 @@
-"""A table of cells, and its place between two marks of a document."""
+"""A table of cells, and its place between two marks in a document."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ NONE = "-"
 
 
 class Table(NamedTuple):
-    """Cells in rows below a head; each row has as many as the head."""
+    """Rows of cells below a head; each row has as many cells as the head."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -19,23 +19,23 @@ class Table(NamedTuple):
 
 
 def shown(value: float | None, form: str) -> str:
-    """Return a value in a format, a dash for None."""
+    """Return a formatted value, a dash for None."""
     return NONE if value is None else format(value, form)
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of what is known, None if nothing is."""
+    """Return the mean of known values; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def over(value: float | None, base: float | None) -> float | None:
-    """Return the quotient, None if a part of it is unknown."""
+    """Return the quotient; None if a part of it is unknown."""
     return None if value is None or not base else value / base
 
 
 def marks(name: str) -> tuple[str, str]:
-    """Return the lines that stand around a table in a document."""
+    """Return the lines around a table in a document."""
     return f"<!-- {name} -->", f"<!-- end of {name} -->"
 
 

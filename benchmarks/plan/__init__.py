@@ -1,1 +1,1 @@
-"""Whether what `tandem plan` says is what happens: configurations that a seed draws."""
+"""Compares `tandem plan` with real runs, for random configurations."""

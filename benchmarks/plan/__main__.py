@@ -1,17 +1,17 @@
-"""Whether `tandem plan` misleads: configurations by a seed, each planned and then done.
+"""Compares `tandem plan` with real runs: random configurations, each planned and then run.
 
     python -m benchmarks.plan [--count 300] [--whole 20] [--seed 0] [--only N ...] [--narrow]
-    python -m benchmarks.plan --kept FILE             # goes on where it was stopped
+    python -m benchmarks.plan --kept FILE             # continues where it was stopped
     python -m benchmarks.plan --speed --count 20      # decode speed too, as a ratio
 
-Each is written as a packed model with random weights, planned by `tandem plan` and done (loaded,
-its contexts filled, some tokens decoded) in processes of their own; with a memory limit both are in
-one control group each (needs root). Models are cut to 2 to 4 layers (and what dense ones come
-first); the last `--whole` have all, of as many gigabytes as a disk must hold.
+Each is written as a packed model with random weights, planned by `tandem plan`, and run (loaded,
+contexts filled, some tokens decoded) in processes of their own. With a memory limit, both are in
+one control group each (needs root). Models are cut to 2 to 4 layers (and their first dense ones);
+the last `--whole` have all layers, with as many gigabytes as the disk must hold.
 
-What is checked: each part's bytes; the process's most memory within 5 % of the plan; no run out of
-memory that the plan allowed, and none refused that fits. Some have a model that drafts, images, a
-GGUF file or experts on the disk beside. The last line is JSON.
+Checked are: each part's bytes; the process's peak memory, within 5 % of the plan; no out-of-memory
+in a run that the plan allowed, and no refusal of one that fits. Some configurations also have a
+draft model, images, a GGUF file, or experts on the disk. The last line is JSON.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _ENDED_FOR_MEMORY = (-9, 137, 2)  # killed, or refused with a sentence
 
 
 def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Found:
-    """Plan and do it; say what differs."""
+    """Plan and run it; return the differences."""
     found, job = Found(configuration.text), Job(configuration, folder)
     if (code := job.write()) != 0:
         found.not_tried = f"not written (exit code {code})"
@@ -57,7 +57,7 @@ def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Fou
     taken = job.do(limit, experts_bytes=free.experts, has_speed=has_speed)
     found.planned = asdict(planned)
     if limit is not None and not isinstance(taken, int) and _ran_against(planned, taken):
-        # Mapped experts go and come again where memory is short: what is taken without a limit says
+        # Mapped experts are dropped and read again if memory is short: a run without a limit shows
         # whether they all fit.
         taken, limit = job.do(None, experts_bytes=free.experts, has_speed=False), None
     else:
@@ -66,7 +66,7 @@ def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Fou
         return found
     found.taken = asdict(taken)
     found.speed_ratio = taken.speed_ratio
-    if limit is None:  # else caches take what is free, and the limit has said all
+    if limit is None:  # otherwise caches take the free memory, and the limit has already shown it
         found.memory_ratio = memory_ratio(planned, taken)
         found.wrong += [one.text for one in differences(planned, taken)]
         if abs(found.memory_ratio - 1) > TOLERANCE:
@@ -77,13 +77,13 @@ def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Fou
 
 
 def _ran_against(planned: Planned, taken: Taken) -> bool:
-    """Whether it ran in memory, and the plan said that it does not fit."""
+    """Whether it ran in memory although the plan said that it does not fit."""
     is_allowed = planned.fits or planned.slots_over_disk is not None
     return not is_allowed and taken.slots_over_disk is None
 
 
 def _of_memory(planned: Planned, taken: Taken | int) -> Iterator[str]:
-    """Yield what was wrong about whether the memory is enough."""
+    """Yield errors in the plan's verdict on memory."""
     is_allowed = planned.fits or planned.slots_over_disk is not None
     if isinstance(taken, int):
         if is_allowed or taken not in _ENDED_FOR_MEMORY:
@@ -94,18 +94,18 @@ def _of_memory(planned: Planned, taken: Taken | int) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Steps of a configuration, each in its own process; one that fails is its exit code."""
+    """The steps of a configuration, each in its own process; a failed step is its exit code."""
 
     configuration: Configuration
     folder: Path
 
     def write(self) -> int:
-        """Write the model; returns the exit code."""
+        """Write the model; return the exit code."""
         said = self._run("write", self.configuration)
         return said if isinstance(said, int) else 0
 
     def plan(self, limit: int | None = None, *, experts_bytes: int = 0) -> Planned | int:
-        """Plan it; without the experts' bytes without a device, too."""
+        """Plan it; without the experts' bytes, also without a device."""
         one = self.configuration
         own = one if experts_bytes else dataclasses.replace(one, device_share=None)
         said = self._run("plan", own, limit, experts_bytes=experts_bytes)
@@ -135,7 +135,7 @@ class Job:
 
 
 def main() -> None:
-    """Check configurations, print each and the figures."""
+    """Check configurations, print each, and the figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

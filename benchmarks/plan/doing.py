@@ -1,4 +1,4 @@
-"""Plans a configuration as `tandem plan` does, and does it: loads, fills contexts, decodes."""
+"""Plans a configuration as `tandem plan` does, and runs it: load, contexts, decode."""
 
 import contextlib
 import io
@@ -38,9 +38,9 @@ _STEPS = 8  # the last tokens of a context; recorded steps are among them
 
 
 def write_model(configuration: Configuration, folder: Path) -> Path:
-    """Write the packed model, or a GGUF file, if it is not there; return which.
+    """Write the packed model, or a GGUF file, unless it exists; return its path.
 
-    A model that drafts lies in a folder beside it.
+    A draft model is in a directory beside it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = model_path(configuration, folder)
@@ -64,12 +64,12 @@ def write_model(configuration: Configuration, folder: Path) -> Path:
 
 
 def model_path(configuration: Configuration, folder: Path) -> Path:
-    """Return where the model is: a folder, or a GGUF file."""
+    """Return the model's path: a directory, or a GGUF file."""
     return folder / ("model" if configuration.gguf_type is None else "model.gguf")
 
 
 def plan(configuration: Configuration, folder: Path, experts_bytes: int = 0) -> Planned:
-    """Ask the command; the experts' bytes are for the device's memory."""
+    """Run the command; the experts' bytes set the device's memory."""
     words = ["plan", str(model_path(configuration, folder)), "--no-measure", "--json"]
     words += ["--context", str(configuration.context), "--dense-dtype", configuration.dense_dtype]
     words += ["--sequences", str(configuration.sequences)]
@@ -102,7 +102,7 @@ def plan(configuration: Configuration, folder: Path, experts_bytes: int = 0) -> 
 
 
 def offload_options(configuration: Configuration, experts_bytes: int) -> dict[str, str]:
-    """Return the options that say what memory is for experts, on a device or over the disk."""
+    """Return the options for the experts' memory, on a device or over the disk."""
     found: dict[str, str] = {}
     if (share := configuration.device_share) is not None:
         found |= {"device": "emulated", "gpu_memory": f"{int(share * experts_bytes) >> 10}KiB"}
@@ -140,10 +140,10 @@ def do(configuration: Configuration, folder: Path, experts_bytes: int = 0) -> Ta
 
 
 def _copied_bytes(model: Any, path: Path) -> int:
-    """Return what is resident of files of which everything was copied.
+    """Return the resident bytes of files whose contents were copied entirely.
 
-    These pages go by themselves where memory is short. They are those of dense parts that were
-    packed, of experts that have slots, and of a GGUF file.
+    The system drops these pages when memory is short. They belong to packed dense parts, experts
+    with slots, and GGUF files.
     """
     copied = [str(path)] if path.is_file() else []
     if any(isinstance(module, PackedModule) for module in model.modules()):
@@ -160,7 +160,7 @@ def _copied_bytes(model: Any, path: Path) -> int:
 
 
 def _fill(pool: SlotPool, configuration: Configuration, model: Any) -> list[int]:
-    """Give each sequence a prompt and decode what is left of its context; return the prompt."""
+    """Give each sequence a prompt and decode the rest of its context; return the prompt."""
     slots = range(configuration.sequences)
     count = max(1, configuration.context - _STEPS)
     prompt = [3 + 7 * n % (configuration.vocabulary - 3) for n in range(count)]
@@ -197,7 +197,7 @@ def _with_image(prompt: list[int], side: int, model: Any) -> ImagePrompt:
 def _draft(
     generator: Generator, pool: SlotPool, prompt: list[int], configuration: Configuration
 ) -> int:
-    """Let what drafts read all sequences and draft; return the bytes that it keeps of them."""
+    """Let the drafter read all sequences and draft; return the bytes that it keeps of them."""
     speculation, kept = generator.speculation, 0
     assert speculation is not None
     slots = range(configuration.sequences)
@@ -210,7 +210,7 @@ def _draft(
 
 
 def dense_bytes(model: Any) -> int:
-    """Return the bytes of everything in a model but its experts; what is tied counts once."""
+    """Return the bytes of a model without its experts; tied weights count once."""
     packed = [module.packed for module in model.modules() if isinstance(module, PackedModule)]
     own: dict[int, int] = {p.matrix.data.data_ptr(): p.num_bytes for p in packed}
     tensors: dict[int, int] = {id(t): t.nbytes for t in [*model.parameters(), *model.buffers()]}
@@ -218,7 +218,7 @@ def dense_bytes(model: Any) -> int:
 
 
 def speed_ratio(configuration: Configuration, folder: Path, cache: Path) -> float | None:
-    """Return the forecast decode speed over the measured one; None where there is no forecast."""
+    """Return the forecast decode speed over the measured one; None without a forecast."""
     offload = OffloadConfig(dense_dtype=configuration.dense_dtype)
     path = model_path(configuration, folder)
     sizes = model_sizes(open_model(path), offload)

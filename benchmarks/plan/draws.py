@@ -1,4 +1,4 @@
-"""Configurations by a seed: a shape with few layers, formats, a context, sequences, memory."""
+"""Random configurations: a shape with few layers, formats, a context, sequences, memory."""
 
 import math
 import random
@@ -19,10 +19,10 @@ _DENSE_DTYPES = ("auto", "none", "int4")
 _CONTEXTS = (512, 1024, 2560)  # slots grow by 256 tokens
 _NARROW_CONTEXTS = (256,)
 _SEQUENCES = (1, 1, 2, 4)
-# Of what the plan says that a model takes; None: all that the machine has.
+# Share of the planned memory; None: all of the machine's.
 _MEMORY_SHARES = (None, None, 0.85, 1.02, 1.1, 1.3)
 _DEVICE_SHARES = (0.2, 0.5, 1.5)  # of the experts' bytes
-# What some have beside: a model that drafts, images, a GGUF file, a memory for experts on the disk.
+# Additional features: a draft model, images, a GGUF file, a memory for experts on the disk.
 _MORE = ("", "", "", "draft", "images", "gguf", "disk")
 _IMAGE_SHAPE, _IMAGE_WHOLE = "qwen3.6-35b-a3b", "qwen3_5_moe"
 _IMAGE_SIDES = (12, 24, 40)  # of a square image, in tokens
@@ -40,7 +40,7 @@ _DRAFT_LAYERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """What is planned and then done."""
+    """A configuration that is planned and then run."""
 
     number: int
     shape: str
@@ -70,7 +70,7 @@ class Configuration:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """One line of text about it."""
         device = "" if self.device_share is None else f", device {self.device_share:.0%}"
         memory = "" if self.memory_share is None else f", memory {self.memory_share:.0%}"
         formats = (
@@ -89,11 +89,11 @@ class Configuration:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of a prompt's image."""
+        """The tokens of a prompt's image."""
         return self.image_side**2
 
     def model_shape(self) -> ModelShape:
-        """Return the shape with these layers, experts and tokens."""
+        """Return the shape with these layers, experts and token ids."""
         shape = MODEL_SHAPES[self.shape]
         if self.num_layers < shape.values["num_hidden_layers"]:
             shape = shape.sample(self.num_layers)
@@ -108,7 +108,7 @@ class Configuration:
         return ModelShape(shape.model_type, values, shape.whole)
 
     def _beside(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return what a model says of its images beside its text model."""
+        """Return a model's config values about images, outside its text model."""
         tower: dict[str, Any] = {
             "model_type": _IMAGE_WHOLE, "depth": _TOWER_LAYERS,
             "out_hidden_size": values["hidden_size"],
@@ -122,7 +122,7 @@ class Configuration:
         }  # fmt: skip
 
     def draft_shape(self) -> ModelShape:
-        """Return the shape of the model that drafts."""
+        """Return the draft model's shape."""
         shape = DENSE_SHAPES["qwen3-8b"].cut(_DRAFT_LAYERS)
         few = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": self.vocabulary}
         few |= (
@@ -136,9 +136,9 @@ class Configuration:
 def draw(seed: int, count: int, *, is_narrow: bool = False, num_whole: int = 0) -> list[
     Configuration
 ]:  # fmt: skip
-    """Return so many configurations, always the same for a seed; the last ones have all layers."""
+    """Return this many configurations, the same for a seed; the last ones have all layers."""
     source = random.Random(seed)
-    # What comes beside has a source of its own, so that the rest is what it was before.
+    # Additional features have a random source of their own, so that the rest stays the same.
     found = [
         _with_more(random.Random(f"{seed}/{number}"), _draw(source, number, is_narrow=is_narrow))
         for number in range(count - num_whole)
@@ -179,7 +179,7 @@ def _draw(
 
 
 def _with_more(source: random.Random, one: Configuration) -> Configuration:
-    """Return a configuration with something beside, or as it is."""
+    """Return a configuration with an additional feature, or unchanged."""
     experts = min(one.num_experts, 32)
     match source.choice(_MORE):
         case "draft":

@@ -1,4 +1,4 @@
-"""What became of configurations: kept as JSON lines, and their figures."""
+"""The results of configurations: JSON lines, and their figures."""
 
 import json
 import statistics
@@ -11,7 +11,7 @@ from benchmarks.plan.verdict import TOLERANCE
 
 @dataclass(slots=True)
 class Found:
-    """What became of one configuration."""
+    """The result of one configuration."""
 
     text: str
     wrong: list[str] = field(default_factory=list)
@@ -26,17 +26,17 @@ class Found:
 
     @property
     def line(self) -> str:
-        """One line for people."""
+        """One line of text about it."""
         ratio = "" if self.memory_ratio is None else f" memory {self.memory_ratio:.3f}"
         ratio += "" if self.speed_ratio is None else f" speed {self.speed_ratio:.2f}"
         return f"{self.text}:{ratio} {self.not_tried or '; '.join(self.wrong) or 'right'}"
 
 
 class KeptFinds:
-    """What an earlier run found, in a file of JSON lines that this one goes on writing."""
+    """The results of an earlier run, in a file of JSON lines that this run extends."""
 
     def __init__(self, file: Path | None) -> None:
-        """Read the file, if there is one; None keeps nothing."""
+        """Read the file, if there is one; None stores nothing."""
         self._file = file
         self._found: dict[str, Found] = {}
         if file is not None and file.exists():
@@ -45,11 +45,11 @@ class KeptFinds:
                 self._found[_key(one["configuration"])] = Found(**one["found"])
 
     def of(self, configuration: Configuration) -> Found | None:
-        """Return what was found of the same configuration; None: it was not tried."""
+        """Return the result of the same configuration; None: it was not tried."""
         return self._found.get(_key(asdict(configuration)))
 
     def add(self, configuration: Configuration, found: Found) -> None:
-        """Write a line, at once."""
+        """Write a line at once."""
         self._found[_key(asdict(configuration))] = found
         if self._file is None:
             return
@@ -63,7 +63,7 @@ def _key(configuration: dict[str, object]) -> str:
 
 
 def figures(found: list[Found]) -> dict[str, object]:
-    """Return what all of them say together."""
+    """Return the figures of all results together."""
     memory = [one.memory_ratio for one in found if one.memory_ratio is not None]
     speeds = [one.speed_ratio for one in found if one.speed_ratio is not None]
     return {
@@ -77,7 +77,7 @@ def figures(found: list[Found]) -> dict[str, object]:
 
 
 def _spread(ratios: list[float]) -> dict[str, float] | None:
-    """Return the number, the ends and the median."""
+    """Return the number of values, their extremes and the median."""
     if not ratios:
         return None
     return {

@@ -1,18 +1,18 @@
-"""Compares what was planned with what was taken, and says what was wrong."""
+"""Compares planned with measured memory, and describes what was wrong."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 TOLERANCE = 0.05
-# Of what sequences keep: logs of drafted tokens, beside linear attention's states, are not planned.
+# Kept per sequence and not planned: logs of drafted tokens, beside linear attention's states.
 _KEPT_TOLERANCE = 0.1
-_LEAST_BYTES = 1 << 20  # a difference below is none
+_LEAST_BYTES = 1 << 20  # a smaller difference does not count
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What the plan says, in bytes."""
+    """The plan's numbers, in bytes."""
 
     fits: bool
     host: int
@@ -31,7 +31,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What was taken when it was done; names as in `Planned`."""
+    """The measured numbers; names as in `Planned`."""
 
     peak: int
     """The most that the process took."""
@@ -46,7 +46,7 @@ class Taken:
 
 
 class Difference(NamedTuple):
-    """A part of which the plan says something else than was taken."""
+    """A part whose planned and measured bytes differ."""
 
     part: str
     planned: float
@@ -54,12 +54,12 @@ class Difference(NamedTuple):
 
     @property
     def text(self) -> str:
-        """In words."""
+        """The difference in words."""
         return f"{self.part}: planned {self.planned:,.0f}, taken {self.taken:,.0f}"
 
 
 def differences(planned: Planned, taken: Taken) -> Iterator[Difference]:
-    """Yield the parts of which more, or less by 5 % and a megabyte, was taken than planned."""
+    """Yield the parts that took more than planned, or less by 5 % and a megabyte."""
     tolerances = dict.fromkeys(("experts", "dense", "draft"), TOLERANCE)
     tolerances["kept"] = _KEPT_TOLERANCE
     for part, tolerance in tolerances.items():
@@ -68,11 +68,11 @@ def differences(planned: Planned, taken: Taken) -> Iterator[Difference]:
             yield Difference(part, said, found)
     if planned.slots_over_disk != taken.slots_over_disk:
         yield Difference("slots", planned.slots_over_disk or 0, taken.slots_over_disk or 0)
-    # Where all experts are resident a device has a slot or two more, through which they change.
+    # If all experts are resident, a device has a slot or two more, for exchanges.
     if planned.device_slots != min(taken.device_slots, planned.num_experts):
         yield Difference("slots on the device", planned.device_slots, taken.device_slots)
 
 
 def memory_ratio(planned: Planned, taken: Taken) -> float:
-    """Return how much of the memory that the process took at most was planned."""
+    """Return the planned over the measured peak memory."""
     return planned.host / taken.peak

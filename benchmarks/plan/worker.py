@@ -1,6 +1,6 @@
 """One step of one configuration: `python -m benchmarks.plan.worker JOB` prints a line of JSON.
 
-The process has been put into its control group before this begins.
+The process is already in its control group.
 """
 
 import json
@@ -20,7 +20,7 @@ from tandem.core.errors import TandemError
 
 
 def main() -> None:
-    """Do a step; a refusal is a sentence and exit code 2."""
+    """Run a step; a refusal is a sentence and exit code 2."""
     job = json.loads(sys.argv[1])
     configuration, folder = Configuration(**job["configuration"]), Path(job["folder"])
     try:

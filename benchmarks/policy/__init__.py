@@ -1,1 +1,1 @@
-"""Benchmarks of the policies, and the programs that make profiles and the report from sources."""
+"""Benchmarks of the policies, and programs that make profiles and the report from sources."""

@@ -1,10 +1,10 @@
 """What `tandem plan` forecasts for common PCs: `python -m benchmarks.policy.gpu_forecast`.
 
-Writes docs/gpu-forecast.md (`make docs-forecast`). Each number is the answer of
+Writes docs/gpu-forecast.md (`make docs-forecast`). Each number is the output of
 
     tandem plan --shape SHAPE --expert-dtype FORMAT --device cuda --profile PROFILE --host-path PATH
 
-with the context that the command plans for. Nothing is loaded and no GPU is asked.
+with the context that the command plans for. Nothing is loaded, and no GPU is used.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ PROFILES = ("laptop-8gb", "ddr4-12gb", "desktop-12gb", "desktop-16gb", "desktop-
 
 
 class Model(NamedTuple):
-    """A released model as people run it."""
+    """A released model in the form in which people run it."""
 
     name: str
     shape: str
     expert_dtype: str
 
 
-# The most run ones that a PC of these can hold, in formats of their usual files' size.
+# The most popular models that such a PC can hold, in formats of their usual files' size.
 MODELS = (
     Model("Qwen3.6-35B-A3B", "qwen3.6-35b-a3b", "int4"),
     Model("Qwen3-30B-A3B, Qwen3-Coder-30B", "qwen3-30b-a3b", "int4"),
@@ -66,7 +66,7 @@ card's memory.
 
 
 def answer(words: list[str]) -> dict[str, Any]:
-    """Return the JSON of a command of `tandem`, given without --json."""
+    """Return the JSON of a `tandem` command, which is given without --json."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = tandem([*words, "--json"])
@@ -83,7 +83,7 @@ def plan(model: Model, profile: str, path: str) -> dict[str, Any]:
 
 
 def heading(profile: HardwareProfile) -> str:
-    """Return a machine in words."""
+    """Return a description of a machine."""
     link, memory = profile.link_bytes_per_second / 1e9, profile.host_memory_bytes >> 30
     return (
         f"{profile.gpu} ({profile.gpu_memory_bytes >> 30} GB), {link:.0f} GB/s to it, "

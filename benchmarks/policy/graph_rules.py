@@ -1,14 +1,14 @@
-"""What fetches bring within decode steps in one graph: `python -m benchmarks.policy.graph_rules`.
+"""The gain of fetches in decode steps of one graph: `python -m benchmarks.policy.graph_rules`.
 
-Real routing on a virtual clock of captured steps (`tests.sim.coordinator_clock`), with one graph's
-host costs, the second launch and the copying thread's waking among them, from a cache of random
-experts. By tokens of a step: the speed with `balanced-in-graph` over that with `ready-on-gpu`; the
-same after the trial's choice, which is made from typical routing (`tandem.sim.graph_trial`); the
-speed with that rule and two experts copied ahead a layer, as `regression` predicts, over that
-without, in equal slots, where the trial has chosen that too (1 where it has not); the same with
-routers asked ahead, one in six of whose answers, which are drawn, is wrong; what `tandem plan` and
-`tandem simulate` forecast over the run of the rule; and the speed with plans of `balanced`, which a
-graph cannot follow, with the graph's host costs all the same.
+Real routing runs on a virtual clock of captured steps (`tests.sim.coordinator_clock`) with one
+graph's host costs, including the second launch and the copying thread's waking, from a cache of
+random experts. The columns, by tokens per step, are: the speed with `balanced-in-graph` over that
+with `ready-on-gpu`; the same with the trial's choice, which is based on typical routing
+(`tandem.sim.graph_trial`); the speed with that rule and two experts copied ahead per layer, as
+`regression` predicts, over that without, in equal slots, where the trial has chosen that too
+(otherwise 1); the same with routers asked ahead, one in six of whose answers is wrong, at random;
+the forecast of `tandem plan` and `tandem simulate` over the run of the rule; and the speed with
+plans of `balanced`, which a graph cannot follow, with the graph's host costs all the same.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Cell:
     """One trace on one machine with a share of its experts resident."""
 
     def __init__(self, trace: RoutingTrace, machine: str, share: float, limit: int) -> None:
-        """Ask the trial, as a load does; each replay then has `limit` steps."""
+        """Run the trial, as a load does; each replay then has `limit` steps."""
         self._trace, self._guesses, self._limit = trace, with_guesses(trace), limit
         geometry = trace.meta.geometry
         self._profile: HardwareProfile = load_profile(machine)
@@ -72,7 +72,7 @@ class Cell:
         self._asking_sizes = asked.asking_sizes
 
     def ratios(self, batch: int) -> dict[str, Any]:
-        """Return the columns at a batch size, with the rule that the trial has chosen."""
+        """Return the columns at a batch size, with the trial's rule."""
         rule = self._chosen.rule(graph_tokens=batch)
         plain, fetching = (self._run_seconds(name, batch) for name in (GRAPH_RULE, FETCHING_RULE))
         took = fetching if rule == FETCHING_RULE else plain
@@ -101,7 +101,7 @@ class Cell:
     def _seconds(
         self, rule: str, batch: int, clock: Timeline, settings: PlannerSettings = PLAIN
     ) -> float:
-        """Return the seconds of the decode steps, experts assigned by a rule."""
+        """Return the seconds of the decode steps under a rule."""
         geometry = self._trace.meta.geometry
         settings = dataclasses.replace(settings, assignment=rule)
         run = ReplaySettings(

@@ -1,9 +1,9 @@
-"""What the host's own work leaves of a decode step: `python -m benchmarks.policy.host_costs`.
+"""The host's own work in a decode step: `python -m benchmarks.policy.host_costs`.
 
 Real routing on the virtual clock, batch 1, with experts of Qwen3-30B-A3B's sizes in int4. Each cell
 is the speed with a path's host costs over the speed without any: 1 means that they are hidden. A
-graph decides as it runs (by the rule of the trial at load), segments and the speed without host
-costs by plans (`balanced`). All costs are those of the profiles, whose sources stand in them; none
+graph decides as it runs (by the rule of the trial at load); segments, and the speed without host
+costs, use plans (`balanced`). All costs are those of the profiles, which name their sources; none
 was measured on a GPU.
 """
 
@@ -42,7 +42,7 @@ def with_geometry(profile: HardwareProfile, trace: RoutingTrace) -> HardwareProf
 def speed(
     trace: RoutingTrace, profile: HardwareProfile, share: float, path: str, limit: int
 ) -> float:
-    """Return the decode speed in tokens per second, with the host costs of a path."""
+    """Return the decode speed in tokens per second with the host costs of a path."""
     conditions = Conditions(
         profile=with_geometry(profile, trace),
         gpu_experts=share,
@@ -55,7 +55,7 @@ def speed(
 
 
 def cells(limit: int) -> list[dict[str, Any]]:
-    """Return every trace, machine and share of resident experts with its speeds.
+    """Return the speeds of every trace, machine and share of resident experts.
 
     Raises `ValueError` for a limit that leaves a trace no decode step.
     """

@@ -2,17 +2,17 @@
 
     python -m benchmarks.policy.host_slots [--disk RATE] [--step GB] [--tokens N] [--json]
 
-The eviction of the runs, natively, on the virtual clock of `tandem simulate --disk`, over three
-kinds of routing: the shipped traces (odd sequences; constants were chosen on the even ones); these
-with the experts of four or two layers in one, which makes 128 experts of 8 a token; and the typical
-routing that `tandem plan` takes.
+The real runs' native eviction, on the virtual clock of `tandem simulate --disk`, over three kinds
+of routing: the shipped traces (odd sequences; constants were chosen on the even ones); the same
+with the experts of four or two layers merged into one, which gives 128 experts and 8 per token; and
+the typical routing of `tandem plan`.
 
 Memory: 8 to 20 GB of `--expert-memory` in steps, for Qwen3-30B-A3B's shape in int4; speeds are of
-its 48 layers, over a trace's first tokens. Shares: slots for 10 to 90 % of each layer's experts, of
-each trace all tokens one by one; the gap is that from LRU to Belady. The exit status is 1 if more
-memory is slower anywhere, if hits are below LRU's in as many slots by more than .002, or if less
-than .35 of the gap is closed at 50 % of a shipped trace. As many traces at a time as there are
-processors.
+its 48 layers, over a trace's first tokens. Shares: slots for 10 to 90 % of each layer's experts,
+with all tokens of each trace one by one; the gap is that from LRU to Belady. The exit status is 1
+if more memory is slower anywhere, if hits are more than .002 below LRU's in as many slots, or if
+less than .35 of the gap is closed at 50 % of a shipped trace. As many traces run at a time as there
+are processors.
 """
 
 import argparse
@@ -50,7 +50,7 @@ _SEQUENCE_TOKENS, _SEQUENCES = 320, 12
 
 
 class Point(NamedTuple):
-    """One trace with so much memory."""
+    """One trace with an amount of memory."""
 
     trace: str
     gigabytes: float
@@ -62,7 +62,7 @@ class Point(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Hit rates of one trace in slots for a share of the experts."""
+    """Hit rates of one trace with slots for a share of the experts."""
 
     trace: str
     share: float
@@ -72,7 +72,7 @@ class Cell(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Return the hit rate above LRU's."""
+        """Return the hit rate minus LRU's."""
         return self.hit_rate - self.lru_hit_rate
 
     @property
@@ -101,7 +101,7 @@ def points_of(
     sizes: Sequence[float],
     num_tokens: int,
 ) -> list[Point]:
-    """Return one trace's speeds with so many gigabytes, ours and LRU's."""
+    """Return one trace's speeds by gigabytes, Tandem's and LRU's."""
     name, trace = named
     layers = costs.num_moe_layers
     slots, counts = [whole_pages(costs.expert_bytes)] * layers, [costs.num_experts] * layers
@@ -133,13 +133,13 @@ def cells_of(named: tuple[str, RoutingTrace], costs: ShapeCosts) -> list[Cell]:
 
 
 def slower_with_more(points: Sequence[Point]) -> list[Point]:
-    """Return the points of one trace that are slower than the one with less memory before them."""
+    """Return one trace's points that are slower than the point with less memory before them."""
     ordered = sorted(points, key=lambda point: point.gigabytes)
     return [b for a, b in pairwise(ordered) if b.tokens_per_second < a.tokens_per_second]
 
 
 def read_options() -> argparse.Namespace:
-    """Return what the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -152,7 +152,7 @@ def read_options() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Print a row for each point and cell; returns the exit status."""
+    """Print a row for each point and cell; return the exit status."""
     options = read_options()
     costs = load_profile(options.hardware).shape(SHAPE)
     count = round((MOST_GB - LEAST_GB) / options.step)

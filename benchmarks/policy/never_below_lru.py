@@ -2,12 +2,14 @@
 
 Hit rates of the default eviction and of LRU, cold, at equal slots, on real traces as they are and
 rearranged, and on synthetic routing (`routings.py`), at batches 1 to 32 and with 6 to 90 % of the
-experts resident: over a whole cell, and over its first 200 steps. Of the real traces six layers in
-the middle. Then, as in docs/policies.md (all layers, odd sequences, batch 1, a quarter resident):
-the share of the gap from LRU to Belady that is closed, whole and cut into short sequences.
+experts resident: over a whole cell, and over its first 200 steps. Of the real traces six middle
+layers are used. Then, as in docs/policies.md (all layers, odd sequences, batch 1, a quarter
+resident): the share of the gap from LRU to Belady that is closed, whole and cut into short
+sequences.
 
-NAME: only traces whose names begin so. As many traces at a time as there are processors. The last
-line is one JSON object; the exit status is 1 if a cell is below LRU by more than .001.
+NAME selects traces by the beginning of their names. As many traces run at a time as there are
+processors. The last line is one JSON object; the exit status is 1 if a cell is below LRU by more
+than .001.
 """
 
 import json
@@ -41,7 +43,7 @@ from tandem.trace import RoutingTrace, read_trace
 BATCHES = (1, 2, 4, 8, 16, 32)
 SHARES = (0.06, 0.1, 0.25, 0.5, 0.75, 0.9)
 LAYERS = 6  # of a real trace
-TOKENS, STEPS = 4096, 512  # of a cell: the larger of so many tokens and so many steps
+TOKENS, STEPS = 4096, 512  # of a cell: the larger of this many tokens and this many steps
 FIRST_STEPS = 200
 WORST_ALLOWED = -0.001
 
@@ -59,17 +61,17 @@ class Cell(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Return the hit rate above LRU's."""
+        """Return the hit rate minus LRU's."""
         return self.ours - self.lru
 
     @property
     def first_gain(self) -> float:
-        """Return the hit rate above LRU's in the first steps."""
+        """Return the hit rate minus LRU's in the first steps."""
         return self.first_ours - self.first_lru
 
 
 def real_traces() -> Iterator[tuple[str, RoutingTrace]]:
-    """Yield the recorded traces, and what is made of them, by name."""
+    """Yield the recorded traces and their variants, by name."""
     for name in NAMES:
         trace = read_trace(ROOT / "data" / "traces" / f"{name}.npz")
         first = (trace.meta.n_moe_layers - LAYERS) // 2
@@ -119,7 +121,7 @@ def _hit_rates(
 
 
 def gap_closed(trace: RoutingTrace) -> float:
-    """Return the share of the gap from LRU to Belady that is closed, batch 1, 25 % resident."""
+    """Return the closed share of the gap from LRU to Belady, batch 1, 25 % resident."""
     geometry = trace.meta.geometry
     slots = round(0.25 * geometry.num_layers * geometry.num_experts)
     whole = PlannerSettings().whole_set_sizes(geometry, slots)

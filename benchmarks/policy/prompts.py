@@ -1,9 +1,9 @@
-"""How near a prompt comes to its link and its GPU: `python -m benchmarks.policy.prompts`.
+"""A prompt's time over that of its link or GPU: `python -m benchmarks.policy.prompts`.
 
-Qwen3-30B-A3B in int4 on the virtual clock, typical routing. A prompt can take no
-less than what its copies take on the link, or its work on the GPU; each cell is its time over the
-longer of these. Copies that wait for a layer's router, and a GPU that waits for copies, are what is
-above 1.
+Qwen3-30B-A3B in int4 on the virtual clock, typical routing. A prompt takes at least as long as its
+copies on the link, or its work on the GPU; each cell is its time over the longer of these. The
+excess over 1 comes from copies that wait for a layer's router, and from a GPU that waits for
+copies.
 """
 
 import argparse
@@ -28,7 +28,7 @@ GOAL = 1.1
 
 
 def cells(prompt: int) -> list[dict[str, Any]]:
-    """Return the time of a prompt on every machine, with each share of resident experts."""
+    """Return the time of a prompt on every machine with each share of resident experts."""
     sizes = shape_sizes(find_shape("qwen3-30b-a3b"), OffloadConfig(expert_dtype="int4"))
     geometry = geometry_of(sizes)
     trace = typical_routing(geometry, num_sequences=2, num_tokens=prompt + 1)

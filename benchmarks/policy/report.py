@@ -1,8 +1,8 @@
-"""Measure every policy on every trace: `python -m benchmarks.policy.report` writes the report.
+"""Measures every policy on every trace: `python -m benchmarks.policy.report` writes the report.
 
 The report is docs/policies.md. Constants of Tandem's own policies were chosen on the traces' even
-sequences; everything here runs on the odd ones, from a cold start. The text around the tables
-stands in `report_text.py`.
+sequences; everything here runs on the odd ones, from a cold start. The text around the tables is in
+`report_text.py`.
 """
 
 import json
@@ -59,7 +59,7 @@ def timed(
 
 
 def eviction_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
-    """Yield hit rates of every eviction policy and the share of the gap that it closes."""
+    """Yield hit rates of every eviction policy, and the share of the gap that it closes."""
     cells = [(n, b, f) for n in NAMES for b, f in ((1, 0.25), (1, 0.5), (8, 0.25), (32, 0.5))]
     columns = []
     for name, batch, fraction in cells:
@@ -92,7 +92,7 @@ def eviction_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
 
 
 def assignment_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
-    """Yield how far plans are above the optimum of equations 3 to 9, half the experts resident."""
+    """Yield the excess of plans over the optimum of equations 3 to 9, half the experts resident."""
     cells = [(name, batch) for name in NAMES for batch in (1, 8, 32)]
     yield "| mean above optimum | " + " | ".join(f"{n}, batch {b}" for n, b in cells) + " |"
     yield "|---" * (len(cells) + 1) + "|"
@@ -122,7 +122,7 @@ def assignment_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
 
 
 def recall(trace: RoutingTrace, predictor: Prediction) -> float | None:
-    """Return the share of a layer's experts among the k predicted best, one layer ahead."""
+    """Return the share of a layer's experts among the k best predicted, one layer ahead."""
     reader = LoadReader(trace)
     found = active = 0
     for number, step in enumerate(replay_steps(trace, 1, 0)):
@@ -152,7 +152,7 @@ def prediction_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
 
 
 def speed_rows(traces: dict[str, RoutingTrace], found: Found) -> Rows:
-    """Yield ours against LRU with insertion on every miss, and prefetch against none."""
+    """Yield Tandem's speed over LRU with insertion on every miss, and prefetch over none."""
     yield "| trace, machine, batch, resident | LRU | ours | ratio | with prefetch | ratio |"
     yield "|---|---|---|---|---|---|"
     for name in NAMES:
@@ -213,7 +213,7 @@ def charts(
 
 
 def summary_rows(found: Found) -> Rows:
-    """Yield the issue's table with what was measured."""
+    """Yield the goals' table with the measurements."""
 
     def span(name: str, form: str) -> str:
         values = found[name]

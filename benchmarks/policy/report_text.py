@@ -1,4 +1,4 @@
-"""The words of docs/policies.md; the numbers come from `report.py`."""
+"""The text of docs/policies.md; the numbers come from `report.py`."""
 
 INTRODUCTION = """
 # Policies, measured on real routing

@@ -1,13 +1,13 @@
 """Routing of many kinds to measure eviction on: real traces rearranged, and synthetic ones.
 
-Real: whole; cut into sequences of 20 to 40 tokens in random order; two tasks in turns of 16 tokens;
-expert ids permuted every 2,000 tokens, as if another model came; four layers merged into one, which
-makes a model of four times the experts out of real routing. Synthetic: Zipf (every layer its own
-order), uniform, a loop that just does not fit into half the slots, and phases of 300 tokens with a
-Zipf order each; for large models three kinds of weak locality: tokens keep a part of the experts of
-the token before and draw the others from all, so that LRU is hard to beat; requests prefer some
-experts a little; and such requests repeat each other but for every tenth token.
-Every generator is seeded; routing repeats exactly.
+Real traces: whole; cut into sequences of 20 to 40 tokens in random order; two tasks in turns of 16
+tokens; expert ids permuted every 2,000 tokens, as if the model changed; four layers merged into
+one, which makes a model of four times the experts from real routing. Synthetic: Zipf (each layer in
+its own order); uniform; a loop that just exceeds half the slots; phases of 300 tokens with a Zipf
+order each. For large models there are three kinds of weak locality: tokens keep some experts of the
+token before and draw the others from all, so that LRU is hard to beat; requests slightly prefer
+some experts; and such requests repeat each other except for every tenth token. Every generator is
+seeded, so routing repeats exactly.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ REQUESTS, CHANGED = 24, 0.1  # requests that others repeat, and the share of tok
 def made(
     name: str, experts: npt.NDArray[np.integer], num_experts: int, lengths: Ints | None = None
 ) -> RoutingTrace:
-    """Return a trace of (tokens, layers, top_k) experts in sequences of these lengths."""
+    """Return a trace of experts (tokens, layers, top_k) in sequences of these lengths."""
     tokens, layers, top_k = experts.shape
     if lengths is None:
         lengths = np.full(tokens // 128, 128)
@@ -48,7 +48,7 @@ def made(
 
 
 def layers_of(trace: RoutingTrace, first: int, last: int) -> RoutingTrace:
-    """Return layers first .. last - 1 as a model of their own, without weights and ids."""
+    """Return layers first .. last - 1 as a model, without weights and ids."""
     meta = dataclasses.replace(trace.meta, n_moe_layers=last - first)
     return RoutingTrace(
         meta=meta, experts=trace.experts[:, first:last], seq_offsets=trace.seq_offsets
@@ -79,7 +79,7 @@ def interleaved(trace: RoutingTrace) -> RoutingTrace:
 
 
 def permuted(trace: RoutingTrace, seed: int = 0) -> RoutingTrace:
-    """Return a trace whose expert ids change every 2,000 tokens, another way in each layer."""
+    """Return a trace whose expert ids are permuted in each layer every 2,000 tokens."""
     draw = np.random.default_rng(seed)
     experts = np.empty_like(trace.experts)
     for start in range(0, trace.num_tokens, MODEL_TOKENS):
@@ -91,7 +91,7 @@ def permuted(trace: RoutingTrace, seed: int = 0) -> RoutingTrace:
 
 
 def merged(trace: RoutingTrace, keep: int = 2, num_merged: int = MERGED_LAYERS) -> RoutingTrace:
-    """Return a model whose layers have several's experts: of each the `keep` of most weight."""
+    """Return a model with merged layers: from each layer the `keep` heaviest experts of a token."""
     assert trace.weights is not None
     layers = trace.meta.n_moe_layers // num_merged
     order = np.argsort(-trace.weights.astype(np.float32), axis=-1, kind="stable")[..., :keep]
@@ -104,7 +104,7 @@ def merged(trace: RoutingTrace, keep: int = 2, num_merged: int = MERGED_LAYERS) 
 
 
 def taken(trace: RoutingTrace, pieces: list[Ints]) -> RoutingTrace:
-    """Return a trace whose sequences are these tokens of another one."""
+    """Return a trace whose sequences are these tokens of another trace."""
     index = np.concatenate(pieces)
     offsets = np.concatenate(([0], np.cumsum([len(piece) for piece in pieces])))
     return dataclasses.replace(

@@ -1,7 +1,7 @@
-"""Lengths of drafts on real routing: python -m benchmarks.policy.speculation [--sure]
+"""Draft lengths on real routing: python -m benchmarks.policy.speculation [--sure]
 
-For each trace, share of experts on the GPU and way of drafting: decode speed on the virtual clock
-with drafts of a fixed length, and with the length by cost, over none.
+For each trace, share of experts on the GPU and drafter: decode speed on the virtual clock with
+drafts of a fixed length, and with the length by cost, over that without drafts.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LENGTHS = ("1", "2", "3", "5", "7")
 
 
 def main() -> None:
-    """Measure; prints a table, and JSON as the last line."""
+    """Measure and print a table; the last line is JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--limit", type=int, default=3000)
     parser.add_argument("--hardware", default="desktop-12gb")
@@ -57,7 +57,7 @@ def main() -> None:
 def measured(
     trace: RoutingTrace, conditions: Conditions, drafter: str, none: float
 ) -> tuple[str, float, float]:
-    """Return the best fixed length with its speed over none, and that of the length by cost."""
+    """Return the best fixed length with its speed-up, and that of the length by cost."""
 
     def over_none(length: str) -> float:
         return speed(trace, conditions, SpeculationChoice.parsed(drafter, length)) / none

@@ -2,9 +2,9 @@
 
     python -m benchmarks.quality.curve --write
 
-All on the same weights, text and engine (Tandem's, in fp32, so that weights alone differ), with
-importance and without. Bytes are those of all tensors in the file. `--write` keeps each result
-beside this file; benchmarks.quality.picture draws them.
+All use the same weights, text and engine (Tandem's, in fp32, so that only weights differ), with and
+without importance. Bytes are those of all tensors in the file. `--write` stores each result beside
+this file; benchmarks.quality.picture draws them.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _keep(row: dict[str, object]) -> None:
-    """Put a result in the place of an earlier one of the same case."""
+    """Store a result, replacing an earlier one of the same case."""
     kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else []
     same = ("system", "name", "importance")
     kept = [one for one in kept if any(one[key] != row[key] for key in same)]
@@ -159,7 +159,7 @@ def _measured(case: Case, reference: KeptLogits) -> dict[str, object]:
 
 
 def packed_bytes(model: Any) -> int:
-    """Return what the tensors of a packed file of a model take; what is not packed in 16 bits."""
+    """Return the bytes of a packed model's tensors; unpacked ones count 16 bits per value."""
     num_bytes = 0
     for layer in require_runtime(model).store:
         stride = aligned(layer.image_bytes, FILE_ALIGNMENT_BYTES)

@@ -1,10 +1,10 @@
 """The judge: a small MoE trained here in 16 bits: python -m benchmarks.quality.judge
 
-Quantised checkpoints flatter the format that they come from, and so does what descends from them
-(the demo model). This one has never been rounded to less than bf16. 15 M parameters, 8 experts of
-which two compute, in Qwen3-MoE's architecture; trained on free manuals in seven languages and on
-Python's own library, some ten minutes of two cores. Text, seed and steps are fixed; bits of the
-weights are not, since threads and instruction sets add in other orders.
+A quantised checkpoint favours the format that it comes from, and so do models derived from it (the
+demo model). The judge's weights have never been rounded to less than bf16. It has 15 M parameters,
+8 experts of which two compute, and Qwen3-MoE's architecture; it is trained on free manuals in seven
+languages and on Python's own library, some ten minutes on two cores. Text, seed and steps are
+fixed; the weights' bits are not, since threads and instruction sets add in different orders.
 
 Needs Debian's apt-get and dpkg-deb, which fetch the text. None of it is in the held-out text.
 """
@@ -64,7 +64,7 @@ END = "<|end|>"
 
 
 def main() -> None:
-    """Fetch the text, train, write."""
+    """Fetch the text, train, and write the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=cache_dir() / "models" / "judge")
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def fetch(folder: Path) -> Path:
-    """Return a folder with the packages' files; raises `SystemExit` for other files than known."""
+    """Return a directory with the packages' files; raises `SystemExit` for unexpected files."""
     root = folder / "root"
     if root.is_dir():
         return root
@@ -137,7 +137,7 @@ def _tidy(text: str) -> str:
 
 
 def train_tokenizer(texts: dict[str, str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of bytes and of pairs that are frequent in the text."""
+    """Return a tokenizer of bytes and of frequent pairs in the text."""
     own = Tokenizer(models.BPE())
     own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = decoders.ByteLevel()
@@ -150,7 +150,7 @@ def train_tokenizer(texts: dict[str, str]) -> PreTrainedTokenizerFast:
 
 
 def judge_config() -> Qwen3MoeConfig:
-    """Return the judge's sizes; multiples of 256, as K-quants and llama.cpp want them."""
+    """Return the judge's sizes: multiples of 256, as K-quants and llama.cpp need."""
     return Qwen3MoeConfig(
         vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, num_experts=8, num_experts_per_tok=2,
@@ -163,7 +163,7 @@ def judge_config() -> Qwen3MoeConfig:
 def experts_forward(
     self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute the experts; each gets its gradient once, not one of the size of all."""
+    """Compute the experts with one gradient per expert, instead of one of the size of all."""
     ups = self.get_parameter("gate_up_proj").unbind()
     downs = self.get_parameter("down_proj").unbind()
     out = torch.zeros_like(hidden)
@@ -176,7 +176,7 @@ def experts_forward(
 
 
 def train(texts: list[Tensor], steps: int) -> Qwen3MoeForCausalLM:
-    """Train on windows drawn from all texts alike."""
+    """Train on windows drawn uniformly from all texts."""
     torch.manual_seed(0)
     ALL_EXPERTS_FUNCTIONS.register("judge", experts_forward)
     config = judge_config()

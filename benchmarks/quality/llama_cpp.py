@@ -1,4 +1,4 @@
-"""llama.cpp's own quantiser on the judge's weights: files of its types, with importance or without.
+"""llama.cpp's own quantiser on the judge's weights: files of its types, with or without importance.
 
 Needs llama-cpp-python; `benchmarks.quality.curve` measures the files.
 """
@@ -32,7 +32,7 @@ Array = NDArray[np.float32]
 
 
 def write_judge(directory: Path, file: Path) -> None:
-    """Write the judge in fp32, which has all of its bf16 weights exactly."""
+    """Write the judge in fp32, which stores its bf16 weights exactly."""
     model = Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config = model.config
     writer = gguf.GGUFWriter(file, "qwen3moe")
@@ -90,10 +90,9 @@ def _tensors(model: Qwen3MoeForCausalLM) -> Iterator[tuple[str, Array]]:
 
 
 def imatrix_of(file: Path, num_layers: int) -> dict[str, Array]:
-    """Return what llama.cpp's quantiser takes of a file of `tandem importance`.
+    """Return the input of llama.cpp's quantiser from a file of `tandem importance`.
 
-    Of experts that no token reached ones, as llama.cpp's own has them; nothing of the head, which
-    its tool leaves out too.
+    Experts that no token reached get ones, as in llama.cpp; the head is left out, as by its tool.
     """
     found = load_file(file)
 

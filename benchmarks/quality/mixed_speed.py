@@ -3,8 +3,8 @@
     python -m benchmarks.quality.mixed_speed
     python -m benchmarks.quality.mixed_speed --uniform q3_k    # below 4 bits: a recipe with grids
 
-A model of random weights with experts of Qwen3-30B-A3B's sizes (four layers, 32 experts, 8 of them
-compute), so that experts' bytes decide. Speeds are compared by byte of the whole model.
+A model of random weights with experts of Qwen3-30B-A3B's sizes (four layers, 32 experts, 8 per
+token), so that experts' bytes dominate. Speeds are compared per byte of the whole model.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def random_model(num_layers: int, num_experts: int) -> Qwen3MoeForCausalLM:
-    """Return random weights of Qwen3-30B-A3B's sizes, with fewer words."""
+    """Return random weights of Qwen3-30B-A3B's sizes, with a smaller vocabulary."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=4096, hidden_size=2048, num_hidden_layers=num_layers, num_attention_heads=32,

@@ -1,9 +1,9 @@
-"""Time of packing with importance over that without, in turns.
+"""The time of packing with importance over that without, in turns.
 
     python -m benchmarks.quality.pack_time --formats int4 q4_k
 
-Two of the 48 layers of Qwen3-30B-A3B, all 128 experts each, random weights and importance; they
-take 2.5 GB of the temporary directory, what is packed .7 GB more. The last line is JSON.
+Two of the 48 layers of Qwen3-30B-A3B, with all 128 experts, random weights and random importance.
+They take 2.5 GB of the temporary directory, the packed model .7 GB more. The last line is JSON.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _LAYERS_OF_ALL = 48
 
 
 class Taken(NamedTuple):
-    """What packing once took, in seconds."""
+    """The seconds of one packing."""
 
     wall: float
     processor: float
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def write_model(directory: Path, importance: Path, num_layers: int) -> None:
-    """Write random weights, and the squares of inputs drawn log-normally."""
+    """Write random weights, and log-normal mean squares of inputs."""
     model = random_model(num_layers, num_experts=128)
     model.save_pretrained(directory)
     squares = {}

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/quality.svg and prints docs/quality.md's table, from the kept results.
+"""Draws docs/pictures/quality.svg and prints docs/quality.md's table, from the stored results.
 
 python -m benchmarks.quality.picture
 """
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def bits_of(row: Row) -> float:
-    """Return the bits of a weight, all of the model together."""
+    """Return the bits per weight of the whole model."""
     return 8 * float(row["bytes"]) / NUM_WEIGHTS
 
 
@@ -55,7 +55,7 @@ def table(rows: Iterable[Row]) -> list[str]:
 
 
 def svg(rows: list[Row]) -> str:
-    """Draw KL, by powers of ten, over bits a weight: points, and a line through the recipes."""
+    """Draw KL on a logarithmic scale over bits per weight, with a line through the recipes."""
     low = math.floor(math.log10(min(row["kl"] for row in rows)))
     high = math.ceil(math.log10(max(row["kl"] for row in rows)))
     least, most = 2.0, 9.0

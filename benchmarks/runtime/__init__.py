@@ -1,1 +1,1 @@
-"""What the hybrid runtime costs by itself."""
+"""The costs of the hybrid runtime itself."""

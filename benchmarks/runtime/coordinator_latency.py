@@ -1,18 +1,19 @@
-"""What the host adds to a layer of a captured step.
+"""The host's time in each layer of a captured step.
 
 python -m benchmarks.runtime.coordinator_latency
 
-Qwen3-30B-A3B's sizes at batch 1, 25 % of the experts resident, on the CPU twin: from the device's
-doorbell to the first miss at work, and from the last miss done to the device that goes on. The twin
-runs beside the answering thread, so two idle cores are needed. Medians; the last line is JSON.
+Qwen3-30B-A3B's sizes at batch 1, 25 % of the experts resident, on the CPU twin. Two times are
+measured: from the device's doorbell to the start of the first miss, and from the end of the last
+miss until the device continues. The twin runs beside the answering thread, so two idle cores are
+needed. Medians; the last line is JSON.
 
-With `--fetches` steps are decided by `balanced-in-graph` ahead of the first miss, and only layers
-count in which a fetched expert has come in time; what is last is then a miss or a copy. The thread
-that copies needs a third core.
+With `--fetches` steps are decided by `balanced-in-graph` before the first miss, and only layers
+whose fetched expert came in time count; the last event is then a miss or a copy. The copying thread
+needs a third core.
 
-With `--alone` no one plays the device: a step's layers are all published before it begins, so that
-on two cores the answering thread has one and the copying thread the other. That is what the code
-takes, from the doorbell to the first miss and from the last miss or copy to the answer, without
+With `--alone` nothing plays the device: all layers of a step are published before it begins, so
+that on two cores the answering thread has one and the copying thread the other. This measures the
+code, from the doorbell to the first miss and from the last miss or copy to the answer, without
 threads that wait for each other's core.
 """
 
@@ -45,13 +46,13 @@ from tandem.policy.planner import Planner
 from tandem.policy.settings import FETCHING_RULE, PlannerSettings, make_planner
 
 PATIENCE = 20.0
-# Of an expert, in a fetching policy's eyes: it fetches one or two of six misses.
+# Seconds of an expert for a fetching policy: it fetches one or two of six misses.
 CPU_SECONDS, COPY_SECONDS = 3e-4, 5e-4
 ASKED_SLOTS = 4  # that experts are fetched into for one use
 
 
 class Layer(NamedTuple):
-    """One layer of one step, as the coordinator and the twin saw it; seconds of one clock."""
+    """One layer of one step, as coordinator and twin saw it; seconds of one clock."""
 
     before: float
     computing: float
@@ -133,7 +134,7 @@ class Hands:
                 yield Layer(begun - rung, ended - begun, went_on - last)
 
     def _publish(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> None:
-        """Publish all layers of a step, as a device would one by one."""
+        """Publish all layers of a step, as a device would do one by one."""
         layout = self._layout
         self._mailbox[layout.hidden :][: hidden.nbytes] = hidden.view(torch.uint8).flatten()
         for at, experts in enumerate(chosen):
@@ -149,7 +150,7 @@ class Hands:
                 self._mailbox[first + offset :][: values.nbytes] = values.view(torch.uint8)
 
     def _arrivals(self) -> list[tuple[int, int, float]]:
-        """Return the step's copies, and let the policy know of those that it has not heard of."""
+        """Return the step's copies, and report to the policy those that it has not received."""
         if self._policy is None:
             return []
         told = [arrival for layer in self.coordinator.take_decided() for arrival in layer[2]]
@@ -160,13 +161,13 @@ class Hands:
 
 
 def memory_in_lines(num_bytes: int) -> torch.Tensor:
-    """Return zeros that begin with a line of the processor's cache."""
+    """Return zeros that begin at a line of the processor's cache."""
     memory = torch.zeros(num_bytes + 64, dtype=torch.uint8)
     return memory[-memory.data_ptr() % 64 :][:num_bytes]
 
 
 def planner_of(geometry: Geometry, share: float) -> Planner:
-    """Return a planner that fetches some misses, and whose cache is full."""
+    """Return a planner with a full cache that fetches some misses."""
     costs = ShapeCosts(
         shape="hand-off", num_moe_layers=geometry.num_layers, num_experts=geometry.num_experts,
         top_k=geometry.top_k, expert_bytes=1, tokens=(1,), cpu_seconds=(CPU_SECONDS,),
@@ -190,7 +191,7 @@ def hand_offs(
 ) -> dict[str, float]:
     """Return medians in microseconds by layer; `dense` is the twin's time between two layers.
 
-    Raises `ValueError` where no layer counts.
+    Raises `ValueError` if no layer counts.
     """
     hands = Hands(name, layers, dense, share, fetches=fetches, alone=alone)
     found = [layer for _ in range(steps) for layer in hands.step()]

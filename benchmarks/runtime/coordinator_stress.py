@@ -2,12 +2,12 @@
 
 python -m benchmarks.runtime.coordinator_stress --minutes 30
 
-Each step fetches nothing for the layer that runs, or some misses by either rule; some copy experts
-of the next layer ahead, and ask its router for that, whose answer is right, wrong or does not come.
-Copies come at once, late, or, as from a driver whose calls block, behind
-the step. Every result is compared with the CPU executor's to the bit, every slot with the expert
-that the table says is in it; a lost step is one sentence, and the next one is right. Memory and
-threads must not grow. The last line is JSON.
+Each step fetches nothing for the running layer, or some misses by either rule. Some steps copy
+experts of the next layer ahead and ask its router; the answer is right, wrong or missing. Copies
+arrive at once, late, or after the step, as with a driver whose calls block. Every result is
+compared with the CPU executor's bit by bit, every slot with the expert that the table names; a lost
+step is one sentence, and the next one is right. Memory and threads must not grow. The last line is
+JSON.
 """
 
 import argparse
@@ -54,12 +54,12 @@ FORMATS = ("int8", "int4", "bf16")
 
 
 class WrongError(AssertionError):
-    """Something that must not happen has happened."""
+    """A forbidden event has happened."""
 
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """What a run has done."""
+    """The counts of a run."""
 
     engines: int = 0
     steps: int = 0
@@ -73,10 +73,10 @@ class Outcome:
 
 
 class Trouble:
-    """What the answering thread meets at a layer, drawn again for each."""
+    """Disturbs the answering thread at each layer, at random."""
 
     def __init__(self, draw: random.Random, chance: float) -> None:
-        """Let something happen with this chance."""
+        """Disturb with this probability."""
         self._draw, self._chance = draw, chance
 
     def __call__(self, layer: int) -> None:
@@ -90,9 +90,9 @@ class Trouble:
 
 
 def late_copies(draw: random.Random, is_between: threading.Event) -> Callable[[], None]:
-    """Return what each copy waits for: next to nothing, some time, or the step's end.
+    """Return a function that delays each copy: hardly, for some time, or until the step's end.
 
-    It knows no engine: native code holds it, and an engine that is held by it would never go.
+    It must not reference an engine: native code holds it, and that engine would never be freed.
     """
     delay, blocks = draw.choice((0.0, 1e-4, 2e-3)), draw.random() < 0.2
 
@@ -105,10 +105,10 @@ def late_copies(draw: random.Random, is_between: threading.Event) -> Callable[[]
 
 
 class Engine:
-    """One coordinator with its slots, of a size drawn at random."""
+    """One coordinator with its slots, of random size."""
 
     def __init__(self, draw: random.Random, outcome: Outcome, stores: Sequence[HostStore]) -> None:
-        """Draw what it is like."""
+        """Choose the sizes and options at random."""
         self._draw, self._outcome = draw, outcome
         self._store = draw.choice(stores)
         self._alone = CpuExecutor(self._store, CpuThreads(num_threads=1))
@@ -137,7 +137,7 @@ class Engine:
             self._machine.coordinator.set_hook(Trouble(draw, 0.02))
 
     def run(self) -> None:
-        """Do some steps, then check what is in the slots."""
+        """Run some steps, then check the slots' contents."""
         generator = torch.Generator().manual_seed(self._draw.randrange(1 << 30))
         try:
             for _ in range(STEPS_PER_ENGINE):
@@ -189,7 +189,7 @@ class Engine:
         outcome.experts_ahead += sum(len(at[-1]) for at in machine.coordinator.take_decided())
 
     def _check_slots(self) -> None:
-        """Let all copies end; the table then names the experts that lie in the slots."""
+        """Wait for all copies; the table must then name the experts in the slots."""
         machine = self._machine
         machine.coordinator.clear_entries()
         machine.coordinator.begin_copies()
@@ -211,7 +211,7 @@ class Engine:
 
 
 def stress(*, seconds: float, seed: int) -> Outcome:
-    """Run engines, one after another; raises `WrongError` for what must not happen."""
+    """Run engines, one after another; raises `WrongError` for a violation."""
     draw, outcome = random.Random(seed), Outcome()
     stores = [make_store(expert_dtype=name) for name in FORMATS]
     end, threads = time.monotonic() + seconds, 0
@@ -227,7 +227,7 @@ def stress(*, seconds: float, seed: int) -> Outcome:
 
 
 def main() -> int:
-    """Run for some minutes; print what was done."""
+    """Run for some minutes and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)

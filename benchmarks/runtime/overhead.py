@@ -1,9 +1,10 @@
-"""What the executors cost beside the arithmetic: python -m benchmarks.runtime.overhead
+"""The executors' cost beside the arithmetic: python -m benchmarks.runtime.overhead
 
-Three questions. How long do planning and bookkeeping take for a layer at batch 1, live? Real
-routing through the hybrid executor, on a device, kernels and a link that do nothing; the virtual
-clock is taken off. What does a layer of tiny experts cost on the emulated device? And what does an
-all-CPU layer of Qwen3-30B-A3B's shape take through `CpuExecutor`, against the kernels? Medians.
+Three questions. How long do planning and bookkeeping take per layer at batch 1, live? Real routing
+runs through the hybrid executor with a device, kernels and a link that do nothing; the virtual
+clock's time is subtracted. What does a layer of tiny experts cost on the emulated device? And what
+does an all-CPU layer of Qwen3-30B-A3B's shape take through `CpuExecutor`, against the kernels?
+Medians.
 """
 
 import argparse
@@ -49,7 +50,7 @@ QWEN_HIDDEN, QWEN_INTERMEDIATE, QWEN_EXPERTS, QWEN_TOP_K = 2048, 768, 128, 8
 
 
 def silu_gate(rows: torch.Tensor) -> torch.Tensor:
-    """Return the gated activation in torch; the kernels have it themselves."""
+    """Return the gated activation in torch; the kernels have it natively."""
     gate, up = rows.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
@@ -73,7 +74,7 @@ def make_store(geometry: Geometry, hidden: int, inner: int, name: str) -> HostSt
 def replay_seconds(
     executor: Executor, trace: RoutingTrace, steps: int, hidden_size: int = TINY, first: int = 0
 ) -> list[float]:
-    """Return the seconds of every layer of some of the trace's tokens at batch 1."""
+    """Return the seconds of every layer for some of the trace's tokens at batch 1."""
     hidden = torch.randn(1, hidden_size)
     seconds = []
     ids = trace.token_ids
@@ -89,30 +90,30 @@ def replay_seconds(
 
 
 class SilentKernels(ExpertKernels):
-    """Compute nothing: what is left is bookkeeping."""
+    """Computes nothing, so that only bookkeeping is left."""
 
     def wake(self) -> None:
-        """Leave the threads alone."""
+        """Do nothing."""
 
     def run(self, batch: ExpertBatch, source: WeightSource | None = None) -> None:
-        """Leave the rows as they are."""
+        """Do nothing."""
 
 
 class SilentDevice(EmulatedDevice):
-    """Launches, uploads and adds up nothing."""
+    """Launches, uploads and sums nothing."""
 
     _sums = torch.zeros(1, TINY)  # of a token, as eager code adds them up
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
-        """Let go of the slots."""
+        """Release the slots."""
         use.addresses()
         use.end()
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Bring nothing."""
+        """Do nothing."""
 
     def prepare_sum(self, row_of: torch.Tensor, weights: torch.Tensor) -> SumRows:
-        """Return what returns the same sums each time."""
+        """Return a function that returns the same sums each time."""
         return lambda rows: self._sums
 
 
@@ -125,13 +126,13 @@ class SilentCopies(VirtualCopyEngine):
 
 
 class Parts:
-    """Medians of what parts of a layer take, by name."""
+    """Median times of a layer's parts, by name."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, list[float]] = {}
 
     def time(self, owner: Any, method: str, name: str) -> None:
-        """Time every call of a method from now on."""
+        """Time every further call of a method."""
         inner, seconds = getattr(owner, method), self._seconds.setdefault(name, [])
 
         def timed(*args: Any) -> Any:
@@ -148,7 +149,7 @@ class Parts:
 
 
 def trace_and_machine() -> tuple[RoutingTrace, Machine]:
-    """Return real routing, and a machine with what its model costs there."""
+    """Return real routing, and a machine with the costs of its model."""
     trace, profile = read_trace(TRACES / "deepseek-v2-lite.npz"), load_profile("laptop-8gb")
     return trace, Machine(profile, shape_for(profile, trace.meta.model, trace.meta.geometry))
 
@@ -166,7 +167,7 @@ def virtual_cache(
 
 
 def fill(cache: ExpertCache, share: float) -> None:
-    """Give a share of the experts slots; if it is all of them, they are resident from the start."""
+    """Give a share of the experts slots; a share of 1 makes all resident from the start."""
     count = cache.geometry.num_layers * cache.geometry.num_experts
     if share == 1.0:
         cache.resize(cache.settings.slots_for(count), range(count))
@@ -175,7 +176,7 @@ def fill(cache: ExpertCache, share: float) -> None:
 
 
 def bookkeeping(steps: int, share: float) -> dict[str, float]:
-    """Return microseconds per layer of all that is no arithmetic, no copy and no clock."""
+    """Return microseconds per layer of everything but arithmetic, copies and the clock."""
     trace, machine = trace_and_machine()
     geometry = trace.meta.geometry
     kernels = SilentKernels(CpuThreads(num_threads=1))
@@ -204,7 +205,8 @@ def bookkeeping(steps: int, share: float) -> dict[str, float]:
 def on_the_emulated_device(steps: int, share: float) -> dict[str, float]:
     """Return microseconds of a layer of tiny experts: on the CPU, planned on both, captured.
 
-    The three take turns step by step; a captured layer has its share of the step's begin and end.
+    The three take turns step by step; a captured layer includes its share of the step's begin and
+    end.
     """
     trace, machine = trace_and_machine()
     geometry, store = trace.meta.geometry, make_store(trace.meta.geometry, TINY, TINY, "int8")
@@ -249,8 +251,8 @@ def through_executor(name: str, threads: int, repetitions: int, layers: int) -> 
     """Return microseconds of a Qwen3-30B-A3B layer at batch 1: kernels alone, and the executor.
 
     Both read every expert of the store, half a round apart, so that neither finds the other's in
-    the cache. They change turns in the order A B B A: each follows itself as often as the other,
-    whose threads may still be awake.
+    the cache. The turns are in the order A B B A: each follows itself as often as the other, whose
+    threads may still be awake.
     """
     geometry = Geometry(layers, QWEN_EXPERTS, QWEN_TOP_K)
     store = make_store(geometry, QWEN_HIDDEN, QWEN_INTERMEDIATE, name)
@@ -274,7 +276,7 @@ PrepareCall = Callable[[int, torch.Tensor], Callable[[], object]]
 
 
 def _kernel_calls(store: HostStore, executor: CpuExecutor) -> PrepareCall:
-    """Return what prepares a call of the kernels, on the very threads that the executor uses."""
+    """Return a function that prepares a call of the kernels on the executor's own threads."""
     engine, activation = executor._kernels.threads.engine, FUNCTIONS.native
     assert activation is not None
     hidden, out = torch.randn(1, QWEN_HIDDEN), torch.empty(QWEN_TOP_K, QWEN_HIDDEN)
@@ -293,7 +295,7 @@ def _kernel_calls(store: HostStore, executor: CpuExecutor) -> PrepareCall:
 
 
 def _executor_calls(store: HostStore, executor: CpuExecutor) -> PrepareCall:
-    """Return what prepares a call as an experts module makes it."""
+    """Return a function that prepares a call as an experts module makes it."""
     hidden, weights = torch.randn(1, QWEN_HIDDEN), torch.full((1, QWEN_TOP_K), 0.125)
 
     def prepare(layer: int, experts: torch.Tensor) -> Callable[[], object]:
@@ -304,7 +306,7 @@ def _executor_calls(store: HostStore, executor: CpuExecutor) -> PrepareCall:
 
 
 def main() -> int:
-    """Measure, print a table and one JSON line."""
+    """Measure; print a table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=150)

@@ -1,1 +1,1 @@
-"""What the server costs and bears."""
+"""The server's costs and limits."""

@@ -61,7 +61,7 @@ _FIGURES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What is asked of each server at once."""
+    """A number of concurrent requests of one size."""
 
     kind: str
     at_once: int
@@ -71,12 +71,12 @@ class Cell:
 
     @property
     def context(self) -> int:
-        """Tokens that a request may take."""
+        """The tokens that a request may take."""
         return self.prompt_tokens + self.output_tokens + _SLACK_TOKENS
 
 
 def prompts(cell: Cell, seed: int) -> list[str]:
-    """Return the requests' texts, of which none was sent with another seed."""
+    """Return the requests' texts; other seeds give other texts."""
     text = itertools.cycle(_TEXT)
     for _ in range(seed * 7919 % len(_TEXT)):
         next(text)
@@ -93,7 +93,7 @@ def prompts(cell: Cell, seed: int) -> list[str]:
 
 
 def command_of(name: str, words: list[str], options: argparse.Namespace, port: int) -> list[str]:
-    """Return what starts a server with room for the largest cell."""
+    """Return the command of a server with room for the largest cell."""
     most = max(options.at_once)
     context = max(cell.context for cell in cells(options))
     if name == _TANDEM:
@@ -112,14 +112,14 @@ def command_of(name: str, words: list[str], options: argparse.Namespace, port: i
 
 
 def unused_port() -> int:
-    """Return a port on which nobody listens now."""
+    """Return a port that no program uses now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager
 def running(command: list[str], port: int) -> Iterator[tuple[str, int]]:
-    """Start a server; yield its address and process when it has answered a request."""
+    """Start a server; yield its address and process id once it has answered a request."""
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -148,7 +148,7 @@ def _answers(address: str) -> bool:
 
 
 def memory_bytes(process: int) -> int:
-    """Return what a process and its children hold, shared pages once (Pss)."""
+    """Return the memory of a process and its children; shared pages count once (Pss)."""
     total, waiting = 0, [process]
     while waiting:
         number = waiting.pop()
@@ -185,9 +185,9 @@ def measure(generator: str, address: str, cell: Cell, seed: int, folder: Path) -
 
 
 def figures(found: dict[str, Any], cell: Cell) -> dict[str, Any]:
-    """Return what is kept of guidellm's figures of a cell.
+    """Return the selected figures of guidellm's report on a cell.
 
-    "between tokens" is guidellm's inter-token latency: of each request the mean.
+    "between tokens" is guidellm's inter-token latency: a mean per request.
     """
     totals = found["metrics"]["request_totals"]
     if totals["successful"] != cell.requests:
@@ -200,7 +200,7 @@ def figures(found: dict[str, Any], cell: Cell) -> dict[str, Any]:
     kept: dict[str, Any] = {
         "output_tokens_per_second": output_tokens / seconds,
         "prompt_tokens_per_second": prompt_tokens / seconds,
-        # Of all streams, while they are written: what is left when prompts are put aside.
+        # Of all streams, while they are generated, without prompts.
         "decode_tokens_per_second": cell.at_once
         * 1e3
         / metrics["inter_token_latency_ms"]["successful"]["mean"],
@@ -212,7 +212,7 @@ def figures(found: dict[str, Any], cell: Cell) -> dict[str, Any]:
 
 
 def cells(options: argparse.Namespace) -> list[Cell]:
-    """Return what is measured, in its order."""
+    """Return the cells in the order of measurement."""
     return [
         Cell(options.kind, at_once, prompt, options.output_tokens,
              options.requests or max(4, 2 * at_once))
@@ -224,7 +224,7 @@ def cells(options: argparse.Namespace) -> list[Cell]:
 def one_round(
     servers: dict[str, list[str]], options: argparse.Namespace, number: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Measure each server in its turn; return their figures, a dictionary for each cell."""
+    """Measure each server in turn; return their figures, a dictionary for each cell."""
     found: dict[str, list[dict[str, Any]]] = {}
     order = list(servers) if number % 2 == 0 else list(servers)[::-1]
     for name in order:
@@ -283,7 +283,7 @@ def _ratio(
 
 
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; exits with a message if something is missing."""
+    """Parse the command line; exits with a message if a program is missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

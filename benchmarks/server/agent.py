@@ -1,9 +1,9 @@
 """Replays a coding agent's turns against a server: python -m benchmarks.server.agent
 
-A beginning of 8,000 tokens with tools, then turns of 100 to 300 new tokens, each a tool's result or
-a question, over /v1/messages as such agents speak it. Counts the prompt tokens that were computed
-over those that were new: 1 is the least. The model is a 4-layer random Qwen3-MoE; its tokens are
-characters, so that a beginning of 8,000 tokens is short. The last line is JSON.
+A prefix of 8,000 tokens with tools, then turns of 100 to 300 new tokens, each a tool's result or a
+question, over /v1/messages, which such agents use. The result is the number of computed prompt
+tokens over the number of new ones: at least 1. The model is a 4-layer random Qwen3-MoE with a token
+per character, so that a prefix of 8,000 tokens is short. The last line is JSON.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def save_model(directory: Path) -> Path:
 
 
 def turns_of(server: RunningServer, num_turns: int) -> dict[str, Any]:
-    """Play the turns; return what was computed and what was new."""
+    """Run the turns; return the numbers of computed and of new tokens."""
     chance = random.Random(3)
     system = (_TEXT * 3)[:_BEGINNING_TOKENS]
     messages: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def turns_of(server: RunningServer, num_turns: int) -> dict[str, Any]:
 
 
 def new_content(chance: random.Random, turn: int, messages: list[dict[str, Any]]) -> Any:
-    """Return a tool's result if the last answer called one, else a question."""
+    """Return a tool's result if the last answer called one, otherwise a question."""
     first = chance.randrange(len(_TEXT))
     text = (_TEXT * 2)[first : first + chance.randrange(100, 300)]
     if messages and messages[-1]["content"][-1]["type"] == "tool_use":
@@ -70,7 +70,7 @@ def new_content(chance: random.Random, turn: int, messages: list[dict[str, Any]]
 
 
 def answer(content: list[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
-    """Return what the model said; in four turns of five with a call, as an agent's model does."""
+    """Return the model's answer; four of five have a call, as an agent's model writes."""
     said = [block for block in content if block["type"] == "text"]
     if turn % 5 != 4:
         given = {"path": f"src/file_{turn}.py"}
@@ -81,7 +81,7 @@ def answer(content: list[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Serve the model and play."""
+    """Serve the model and run the turns."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=200)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""What a long prompt does to the streams beside it: python -m benchmarks.server.fairness
+"""The effect of a long prompt on concurrent streams: python -m benchmarks.server.fairness
 
-Some streams run, a long prompt comes, and their gaps and rates before and beside it are compared,
-as `tandem serve --max-gap` paces it and without pace. The scheduler alone is measured, on a
-released shape with fewer layers and random weights. The last line is JSON.
+Some streams run when a long prompt arrives; their gaps and rates before and beside it are compared,
+with the pace of `tandem serve --max-gap` and without. Only the scheduler is measured, on a released
+shape with fewer layers and random weights. The last line is JSON.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def measure(scheduler: Scheduler, num_streams: int, prompt_tokens: int) -> dict[
 
 
 def gaps_of(scheduler: Scheduler, is_over: Any) -> list[float]:
-    """Step until it is over; return the times between the first stream's tokens."""
+    """Step until the work is done; return the times between the first stream's tokens."""
     gaps: list[float] = []
     latest = time.perf_counter()
     numbers: set[int] = set()

@@ -1,9 +1,9 @@
-"""What the slowest mask of grammars takes, within the server's limits and within llguidance's own.
+"""The time of grammars' slowest mask, with the server's limits and with llguidance's own.
 
 python -m benchmarks.server.grammar_masks
 
-Grammars are followed over a vocabulary of 150,000 tokens for some steps: honest ones, and ones made
-to be slow. A grammar ends early where it goes over a limit.
+Grammars, normal ones and slow ones, are followed for some steps over a vocabulary of 150,000
+tokens. A grammar ends early at a limit.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Hostile clients beside one stream: make try-hostile, python -m benchmarks.server.hostile
 
-Starts a server with a key on 127.0.0.1 and lets clients of all kinds of `hostile_requests` loose on
-it. Another process streams answers and asks /health meanwhile. Prints the stream's longest gap
-between two tokens, /health's longest time, statuses, and the server's memory after a warm-up and at
-the end. Exits with 1 if a bound is broken: a gap of 1 s, an answer of 5xx, 2 % more memory.
+Starts a server with a key on 127.0.0.1, and clients of all kinds of `hostile_requests`. Another
+process streams answers and requests /health meanwhile. Prints the stream's longest gap between two
+tokens, /health's longest time, statuses, and the server's memory after a warm-up and at the end.
+Exits with 1 if a bound is exceeded: a gap of 1 s, a 5xx answer, 2 % more memory.
 """
 
 import argparse
@@ -28,13 +28,13 @@ _GAP_SECONDS, _HEALTH_SECONDS, _GROWTH = 1.0, 0.1, 1.02
 # Share of the time after which memory is compared; until then caches and the KV cache grow.
 _WARM_UP = 0.3
 _TOKENS = 400
-# Hostile clients are on other machines: here they give way to the server, as its model does.
+# Hostile clients would be on other machines: here they yield to the server.
 _NICENESS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What the honest client has seen."""
+    """The observations of the normal client."""
 
     gaps: list[float]
     first: list[float]
@@ -131,7 +131,7 @@ async def _attack_all(target: Target, process_id: int, options: argparse.Namespa
 
 
 def _judge(heard: Heard, target: Target, memory: list[int]) -> list[str]:
-    """Print what was seen; return which bounds are broken."""
+    """Print the observations; return the bounds that were exceeded."""
     for what, count in sorted(target.statuses.items()):
         print(f"{count:7} {what}")
     early = memory[int(len(memory) * _WARM_UP) :]
@@ -160,7 +160,7 @@ def _judge(heard: Heard, target: Target, memory: list[int]) -> list[str]:
 
 
 def main() -> int:
-    """Start the server and all clients; return 1 if a bound is broken."""
+    """Start the server and all clients; return 1 if a bound was exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo", help="tiny: a random one that is made for it")
     parser.add_argument("--minutes", type=float, default=1.0)

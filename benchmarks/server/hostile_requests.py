@@ -1,4 +1,4 @@
-"""What hostile clients send, by kind: `hostile` lets two hundred of them do it again and again."""
+"""Requests of hostile clients, by kind; `hostile` runs two hundred of them repeatedly."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ _SCHEMAS: tuple[object, ...] = (
 
 @dataclass(slots=True)
 class Target:
-    """The server, and what it has answered."""
+    """The server, and the statuses of its answers."""
 
     port: int
     key: str
@@ -32,7 +32,7 @@ class Target:
 
     @contextlib.asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
-        """Connect; hang up at once at the end."""
+        """Connect; close at once at the end."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             yield reader, writer
@@ -47,7 +47,7 @@ class Target:
         ).encode()
 
     async def status(self, kind: str, reader: asyncio.StreamReader) -> None:
-        """Count the status that comes, if one does."""
+        """Read and count the status, if any."""
         async with asyncio.timeout(_ANSWER_SECONDS):
             words = (await reader.readline()).split()
         self.statuses[f"{kind}: {words[1].decode() if len(words) > 1 else 'closed'}"] += 1
@@ -55,7 +55,7 @@ class Target:
     async def post(
         self, kind: str, path: str, body: object, *, key: str | None = None, waits: bool = True
     ) -> None:
-        """Send a body, JSON unless it is bytes; read the status, or leave at once."""
+        """Send a body, as JSON unless it is bytes; read the status, or leave at once."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self.connection() as (reader, writer):
             writer.write(self.head(path, len(raw), key=key) + raw)
@@ -172,7 +172,7 @@ SCHEMA_KINDS: dict[str, Callable[[Target, str], Awaitable[None]]] = {
 
 
 async def attack(target: Target, kind: str, send: Callable[[Target, str], Awaitable[None]]) -> None:
-    """Be one hostile client, until cancelled."""
+    """Act as one hostile client until cancelled."""
     while True:
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             await send(target, kind)

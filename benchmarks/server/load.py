@@ -1,9 +1,9 @@
 """Replays real arrivals and lengths against a running server: python -m benchmarks.server.load
 
-Requests come when those of an hour of a large service came (azure_conversations.csv), with their
-lengths, both scaled to this machine: `--scale` shortens prompts and answers, and arrivals are
-spread so that they come at a given share of the server's capacity: of what it answers of them when
-many wait. No request may fail; memory is looked at from beginning to end.
+Requests arrive as in an hour of a large service (azure_conversations.csv), with their lengths, both
+scaled to this machine: `--scale` shortens prompts and answers, and arrivals are spread to a given
+share of the server's capacity, which is its rate when many requests wait. No request may fail;
+memory is measured from beginning to end.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What became of one request."""
+    """The result of one request."""
 
     problem: str | None = None
     first_seconds: float = 0.0
@@ -63,7 +63,7 @@ def read_arrivals(scale: float) -> list[Arrival]:
 
 
 def send(server: RunningServer, arrival: Arrival, seed: int) -> Outcome:
-    """Send one request as a stream and note when its tokens come."""
+    """Send one request as a stream and record the times of its tokens."""
     length = arrival.prompt_tokens * _CHARACTERS_PER_TOKEN
     first = random.Random(seed).randrange(len(_TEXT))
     prompt = (_TEXT * 2)[first : first + length]  # another beginning each time
@@ -107,7 +107,7 @@ def _read(lines: Iterable[bytes], outcome: Outcome, begin: float) -> None:
 
 
 def replay(server: RunningServer, arrivals: list[Arrival], stretch: float, seconds: float) -> Any:
-    """Send requests when they are due, until `seconds` have passed; return what came of them."""
+    """Send requests when they are due, until `seconds` have passed; return their results."""
     outcomes: list[Outcome] = []
     threads: list[threading.Thread] = []
     memory = [server.metric('tandem_memory_bytes{kind="host"}')]
@@ -168,7 +168,7 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 
 def seconds_each(server: RunningServer, arrivals: list[Arrival]) -> float:
-    """Return how long the server takes for a request when it always has as many as it takes on."""
+    """Return the server's seconds per request when it always has the most that it runs."""
     some = arrivals[:: max(1, len(arrivals) // _TRIALS)][:_TRIALS]
     seconds = 0.0
     for seed in (-1000, -2000):  # the first time everything is new

@@ -1,9 +1,9 @@
-"""What the server costs, beside the same model in a program: python -m benchmarks.server.overhead
+"""The server's cost beside the same model in a program: python -m benchmarks.server.overhead
 
-Four figures, each between measurements of what it is compared with, in one run: tokens per second
-of one stream against `Generator` in the same process; of four streams against one, with what the
-bytes allow; which share of the time of eight streams no recorded step runs; and how long after a
-client has left the next request begins.
+Four figures, each between measurements of its reference, in one run: tokens per second of one
+stream against `Generator` in the same process; those of four streams against one, with the bytes'
+limit; the share of eight streams' time in which no recorded step runs; and the time from a
+client's disconnection until the next request begins.
 """
 
 import argparse
@@ -29,8 +29,8 @@ _STREAMS_OUTSIDE = 8
 def stream_gaps(server: RunningServer, tokens: int, text: str = PROMPT) -> list[float]:
     """Return the seconds between the tokens of one stream.
 
-    What comes is noted as it comes and read at the end: a client that parses would take the
-    processors from what it measures.
+    Data is stored as it arrives and parsed at the end, because a client that parses would take
+    processor time from the server.
     """
     body = {
         "messages": [{"role": "user", "content": text}], "stream": True, "max_tokens": tokens,
@@ -51,19 +51,19 @@ def stream_gaps(server: RunningServer, tokens: int, text: str = PROMPT) -> list[
 
 
 class Turns:
-    """The two ways to answer, one after the other; neither does anything while the other works."""
+    """The two ways to answer, one after the other; each is idle while the other works."""
 
     def __init__(self, server: RunningServer) -> None:
         """Find the engine process of a server as `paired` starts it."""
         self._server = server
         self._results = Path(server.said["results"])
-        self._decode_process = server.decode_process
+        self._engine_process = server.engine_process
         self.step_bytes: dict[str, float] = {}
 
     def _written(self, number: signal.Signals) -> Any:
         """Send a signal to the engine process; return what it writes for it."""
         num_before = len(self._lines())
-        os.kill(self._decode_process, number)
+        os.kill(self._engine_process, number)
         while len(lines := self._lines()) == num_before:
             time.sleep(0.05)
         return json.loads(lines[-1])
@@ -81,7 +81,7 @@ class Turns:
         return gaps
 
     def of_server(self, tokens: int) -> list[float]:
-        """Ask the server for the same answer; return the seconds between tokens."""
+        """Request the same answer from the server; return the seconds between tokens."""
         return stream_gaps(self._server, tokens)
 
     def _lines(self) -> list[str]:
@@ -91,7 +91,7 @@ class Turns:
 def overhead(turns: Turns, rounds: int, tokens: int) -> Any:
     """Return the median seconds per token of both, and the median of paired ratios.
 
-    Who begins changes from round to round, so that a machine that drifts favours neither.
+    The order alternates, so that a machine that drifts favours neither.
     """
     ours, theirs = [], []
     for turn in range(rounds + 1):
@@ -120,9 +120,9 @@ def overhead(turns: Turns, rounds: int, tokens: int) -> Any:
 def concurrency(
     server: RunningServer, step_bytes: dict[str, float], rounds: int, tokens: int
 ) -> Any:
-    """Return tokens per second of one stream and of four at once, in turn, and what bytes allow.
+    """Return tokens per second of one stream and of four at once, in turn, and the bytes' limit.
 
-    Four rows could be so much faster than one if a step cost its bytes alone.
+    If a step cost only its bytes, four sequences would be faster than one by that limit.
     """
     one, four, ratios = [], [], []
     for turn in range(rounds + 1):
@@ -172,7 +172,7 @@ def outside(turns: Turns, server: RunningServer, rounds: int, tokens: int) -> An
 
 
 def release(model: str, flags: list[str], rounds: int) -> Any:
-    """Return how long after a client has left the next one's work begins, in decode steps."""
+    """Return the decode steps between a client's disconnection and the next request's work."""
     with running_server(model, "--max-running", "1", *flags) as server:
         stream_gaps(server, 30)
         step = statistics.median(stream_gaps(server, 30))
@@ -197,7 +197,7 @@ def release(model: str, flags: list[str], rounds: int) -> Any:
 
 
 def first_token_at(server: RunningServer, text: str) -> float:
-    """Return when the first token of an answer came."""
+    """Return the time at which the first token of an answer came."""
     with server.streaming(text, max_tokens=2, temperature=0) as response:
         for line in response:
             if b'"content":' in line and b'"role"' not in line:
@@ -206,7 +206,7 @@ def first_token_at(server: RunningServer, text: str) -> float:
 
 
 def first_token(server: RunningServer, text: str) -> float:
-    """Return how long the first token takes when the server is idle."""
+    """Return the seconds until the first token on an idle server."""
     begin = time.perf_counter()
     return first_token_at(server, text) - begin
 

@@ -1,10 +1,10 @@
 """A server whose engine process also answers without it: python -m benchmarks.server.paired MODEL
 
-On SIGUSR1 the engine process lets `Generator` write one answer with the very model, memory and
-threads that serve, and writes the seconds between its tokens to a file, as a line of JSON with the
-bytes that a step touches. So two turns differ by nothing but the server: experts are counted in
-both, as `tandem bench` counts them. On SIGUSR2 it writes when each recorded step has begun and
-ended since the last time. Prints what `tandem serve --json` prints, and the file's name.
+On SIGUSR1 the engine process lets `Generator` write one answer with the same model, memory and
+threads, and appends the seconds between its tokens to a file, as a line of JSON with the bytes that
+a step touches. So the two ways differ only by the server; experts are counted in both, as in
+`tandem bench`. On SIGUSR2 it appends when each recorded step began and ended. Prints what
+`tandem serve --json` prints, and the file's name.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def generator_gaps(generator: Generator, tokens: int) -> list[float]:
 
 
 def step_bytes(model: Any, num_tokens: int) -> float:
-    """Return the bytes of weights that a step of so many tokens touches under uniform routing.
+    """Return the bytes of weights that a step of this many tokens touches under uniform routing.
 
     n tokens touch experts * (1 - (1 - top_k / experts) ** n) of a layer.
     """
@@ -91,14 +91,14 @@ def note_steps(results: str) -> None:
 def load(
     choice: ModelChoice, offload: OffloadOptions, dense_dtype: str, tokens: int, results: str
 ) -> tuple[Any, Any]:
-    """Load the model, and let a signal answer with it."""
+    """Load the model, and install the signal handler that answers with it."""
     model, tokenizer = load_model_and_tokenizer(
         choice, offload, quiet=True, dense_dtype=dense_dtype
     )
     generators: list[Generator] = []
 
     def answer(number: int, frame: Any) -> None:
-        if not generators:  # by now the server has packed what it packs
+        if not generators:  # by now the server has packed its layers
             generators.append(Generator(model, tokenizer))
         gaps = generator_gaps(generators[0], tokens)
         touched = {num_tokens: step_bytes(model, num_tokens) for num_tokens in (1, 4)}

@@ -1,8 +1,8 @@
-"""A prompt after a restart, from disk and computed: python -m benchmarks.server.restart
+"""A prompt's first token after a restart, from disk or not: python -m benchmarks.server.restart
 
-The scheduler of `tandem serve --kv-disk` computes a beginning, writes it and is dropped; another
-one finds it. Files are pushed out of the page cache before, as far as the system lets them go. A
-shape of fewer layers costs both sides alike. The last line is JSON.
+The scheduler of `tandem serve --kv-disk` computes a prefix, writes it and is dropped; another one
+finds it. Files are dropped from the page cache before, as far as the system allows. A shape with
+fewer layers costs both sides equally less. The last line is JSON.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _ROUNDS = 3
 
 
 def first_token_seconds(scheduler: Scheduler, prompt: list[int]) -> tuple[float, int]:
-    """Return how long a prompt takes to its first token, and how much of it was not computed."""
+    """Return the seconds to a prompt's first token, and how many of its tokens were reused."""
     options = SamplingOptions(max_new_tokens=1, temperature=0.0)
     begin = time.perf_counter()
     scheduler.add(Request(request_id=1, prompt=tuple(prompt), options=options))
@@ -37,7 +37,7 @@ def first_token_seconds(scheduler: Scheduler, prompt: list[int]) -> tuple[float,
 
 
 def forget(directory: Path) -> int:
-    """Push files out of the page cache; return their bytes."""
+    """Drop files from the page cache; return their bytes."""
     num_bytes = 0
     for file in directory.glob("*/*.kv"):
         with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""What compares Tandem with its peers: rivals' programs, and ratios."""
+"""Tests of the comparison with peers: the commands of rivals, and ratios."""
 
 import stat
 from argparse import ArgumentTypeError
@@ -25,7 +25,7 @@ def program(folder: Path, script: str) -> Path:
 
 
 def test_a_rival_is_asked_as_llama_bench_is(tmp_path: Path) -> None:
-    # Prints its arguments as a prompt's speed would be, and no depth where none is asked for.
+    # Prints its arguments like a prompt's speed, and no depth if none is requested.
     rows = (
         '[{"n_prompt": 512, "n_gen": 0, "avg_ts": 100.5}, '
         '{"n_prompt": 0, "n_gen": 32, "avg_ts": 10.25}]'

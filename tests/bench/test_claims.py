@@ -1,4 +1,4 @@
-"""The figures over llama.cpp are the documents' own, and what cannot be measured is refused."""
+"""Tests of the comparison with llama.cpp: documented figures, refused measurements."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`tandem compare`: what it finds, when first choices count, and what it prints."""
+"""Tests of `tandem compare`: its findings, when first choices count, and its output."""
 
 import json
 import stat
@@ -19,7 +19,7 @@ from tandem.core.errors import ConfigError
 
 
 class Steady:
-    """A system that always says the same."""
+    """A system that always gives the same answer."""
 
     def __init__(self, setting: Setting, speed: float = 100.0, last: int = 7) -> None:
         self._speed, self._last = speed, last
@@ -32,14 +32,14 @@ class Steady:
 
 
 class Slow(Steady):
-    """Half as fast, of another opinion at the end."""
+    """A system of half the speed that disagrees about the last tokens."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting, speed=50.0, last=8)
 
 
 class Broken(Steady):
-    """Cannot load the file."""
+    """A system that cannot load the file."""
 
     def __init__(self, setting: Setting) -> None:
         raise OSError("no such architecture")

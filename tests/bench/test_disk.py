@@ -1,4 +1,4 @@
-"""What the disk's benchmark computes by itself: bounds, LRU's misses, routing, its report."""
+"""Tests of the disk benchmark's own computations: bounds, misses of LRU, routing, the report."""
 
 import os
 import subprocess
@@ -71,7 +71,7 @@ def test_synthetic_routing_of_fewer_experts() -> None:
 
 
 def test_a_shape_is_cut_and_packed_whole(tmp_path: Path) -> None:
-    """DeepSeek-V4's, tiny: two of its layers are routed by token, and dense parts lie packed."""
+    """A tiny DeepSeek-V4: two of its layers are routed by token, and its dense parts are packed."""
     words = ["--shape", "deepseek-v4-flash", "--experts", str(EXPERTS), "--layers", "4"]
     words += ["--expert-dtype", "mxfp4", "--dense-dtype", "fp8", "--pack-dense"]
     options = read_options([*words, "--vocabulary", "512", "--folder", str(tmp_path)])
@@ -88,13 +88,13 @@ def test_a_shape_is_cut_and_packed_whole(tmp_path: Path) -> None:
 
 
 def reads_what_is_forced(folder: Path) -> None:
-    """Layers that are routed by token read ahead what the trace says, and nothing else."""
+    """Assert that layers routed by token read ahead exactly the experts that the trace names."""
     model = with_share(folder, 0.3, dense_dtype="fp8", threads=1)
     trace = forced_trace("synthetic", 4, EXPERTS, 60, TOP_K)
     running, slots = RunningModel(model, 64), slots_of(model)
     routing = running.force(trace)
     running.prompt(9)
-    # A trial computes a step twice, and reads twice what was late at its first computing.
+    # A trial computes a step twice, and repeats reads that were late the first time.
     for _ in range(4):
         running.step()
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""The command of faults: what it calls a failure, and how it makes memory short."""
+"""Tests of the disk fault benchmark: what counts as a failure, and how it limits memory."""
 
 from pathlib import Path
 from typing import Any

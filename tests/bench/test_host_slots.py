@@ -1,4 +1,4 @@
-"""What the benchmark of host slots counts: gaps, losses against LRU, and steps back."""
+"""Tests of the host slot benchmark: gaps, losses against LRU, and regressions."""
 
 import pytest
 from benchmarks.policy.host_slots import Cell, Point, all_traces, points_of, slower_with_more

@@ -1,4 +1,4 @@
-"""Tandem's kernels and other systems', timed in turn: that it works, not how fast."""
+"""Tests that Tandem's kernels and other systems' can be timed in turn; speed is not checked."""
 
 import json
 import time
@@ -60,7 +60,7 @@ def test_a_peer_that_fails_is_named_and_the_others_are_measured(
 ) -> None:
     for name in set(PEERS) - {"torch"}:
         monkeypatch.delitem(PEERS, name)
-    monkeypatch.setitem(PEERS, "nobody", TorchLinear())  # a name that its process does not know
+    monkeypatch.setitem(PEERS, "nobody", TorchLinear())  # an unknown name in its process
     bench = KernelBench(num_threads=1, store_bytes=1_000_000)
     with start_peers(bench.work("olmoe", "bf16", [1]), bench.failures) as peers:
         cases = list(bench.cases("olmoe", "bf16", [1], peers))
@@ -89,5 +89,5 @@ def test_peers_are_timed_beside_each_case_or_named_as_missing() -> None:
 
 def test_every_case_reads_other_experts_than_the_one_before() -> None:
     work = Work(64, 32, "int4-g32", num_active=8, num_threads=1, store_bytes=1, max_tokens=1)
-    assert work.num_experts(4.5) == 16  # two calls' worth at least, however small the store
+    assert work.num_experts(4.5) == 16  # at least two calls' experts, however small the store
     assert work.num_experts(4.5) % work.num_active == 0

@@ -1,4 +1,4 @@
-"""Shapes of released models: as large as they are said to be, and cut to a mix of their layers."""
+"""Tests of the shapes of released models: their sizes, and cuts with a mix of their layers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, keep_first_layers
 
-# Parameters as the makers state them, without towers for images and heads that draft tokens.
+# Parameters as published, without image towers and MTP layers.
 BILLIONS = {
     "qwen3-30b-a3b": 30.5,
     "mixtral-8x7b": 46.7,

@@ -1,4 +1,4 @@
-"""The papers' tables: each is made of a small trace, and each has its place in docs/papers.md."""
+"""Tests of the papers' tables: each comes from a small trace and is in docs/papers.md."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ WITHOUT_MODEL = sorted(set(TABLES) - {"look-ahead", "memory"})
 
 @pytest.fixture(scope="module")
 def trace() -> RoutingTrace:
-    """Return four layers of a few tokens."""
+    """Return a trace of four layers and a few tokens."""
     whole = read_trace(TRACES / "gpt-oss-20b.npz").sequences(0, 5)
     assert whole.weights is not None
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Configurations that a seed draws take what `tandem plan` says of them."""
+"""Tests that randomly drawn configurations take the memory that `tandem plan` forecasts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_what_is_wrong_with_a_plan_is_said() -> None:
     )  # fmt: skip
     assert [one.part for one in differences(planned, taken)] == ["kept", "slots on the device"]
     assert memory_ratio(planned, taken) == pytest.approx(0.8)
-    # Where all experts have a slot there is one more, through which they change.
+    # If all experts have a slot there is one more, for exchanges.
     whole = replace(planned, device_slots=8, kept=taken.kept)
     assert not list(differences(whole, replace(taken, device_slots=9)))
     found = [Found("a", memory_ratio=1.01), Found("b", ["wrong"], memory_ratio=0.8)]
@@ -60,5 +60,5 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     KeptFinds(tmp_path / "kept.jsonl").add(first, found)
     kept = KeptFinds(tmp_path / "kept.jsonl")
     assert kept.of(first) == found
-    # Another draw under the same number is tried again.
+    # Another configuration with the same number is tried again.
     assert kept.of(second) is kept.of(replace(first, context=7)) is None

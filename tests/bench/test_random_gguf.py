@@ -1,4 +1,4 @@
-"""GGUF files of shapes with random weights hold as many weights as Transformers' models."""
+"""Tests that random GGUF files have as many weights as the models of Transformers."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def test_a_file_has_the_weights_of_the_model(name: str) -> None:
     matrices = list(ARCHITECTURES[shape.model_type].matrices(shape.values))
     assert len({matrix.name for matrix in matrices}) == len(matrices)
     found = sum(int(np.prod(matrix.shape)) for matrix in matrices)
-    # Biases of routers and factors of angles are no parameters of Transformers' models.
+    # Router biases and rotary factors are no parameters of Transformers' models.
     assert 0 <= found - expected < 3000
 
 

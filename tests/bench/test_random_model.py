@@ -1,4 +1,4 @@
-"""Models with random weights: every shape runs, and what a step touches is counted."""
+"""Tests of models with random weights: every shape runs, and a step's weights are counted."""
 
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from tandem.hf.packed_layers import PackedLinear
 from tests.architecture_sizes import SIZES
 from tests.inside import runtime_in
 
-VOCABULARY = 512  # large enough that the head is packed
+VOCABULARY = 512  # large enough to be packed
 WORK = Workload(prompt_tokens=8, new_tokens=2)
 
 
 def tiny(name: str, **more: Any) -> ModelShape:
-    """Return a shape with its kinds of layers and small sizes."""
+    """Return a small version of a shape that keeps its kinds of layers."""
     shape = find_shape(name)
     small = {key: SIZES.get(key, value) for key, value in shape.values.items()}
     heads = min(shape.values["num_key_value_heads"], SIZES["num_attention_heads"])
@@ -79,7 +79,7 @@ def test_layers_that_share_their_memory_say_what_is_saved_of_them(tmp_path: Path
 
 
 def test_a_step_reads_and_writes_each_row_s_states() -> None:
-    # Every expert is active, so more rows touch nothing more but their own caches.
+    # Every expert is active, so more rows add only their own caches.
     shape = tiny("qwen3.6-35b-a3b", num_experts_per_tok=SIZES["num_experts"])
     one, three = (
         measured(build(shape), Workload(prompt_tokens=8, new_tokens=2, batch=batch)).step_bytes

@@ -1,4 +1,4 @@
-"""The table of released shapes: which are there, what of them fits, and rows in the document."""
+"""Tests of the table of released shapes: which exist, what fits, and the rows in the document."""
 
 import argparse
 from pathlib import Path

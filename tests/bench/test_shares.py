@@ -1,4 +1,4 @@
-"""What compares two shapes' shares of their ceilings: layers that fit, ratios, one real run."""
+"""Tests of the comparison of two shapes' shares of their ceilings: layers, ratios, one real run."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def test_as_many_layers_as_fit() -> None:
 
 
 def test_ten_gigabytes_hold_layers_of_both_kinds_of_deepseek_v4() -> None:
-    """Each has 256 experts of 25 million weights at 4.25 bits, and what lies beside them."""
+    """Each layer has 256 experts of 25 million weights at 4.25 bits, and dense parts."""
     shape = find_shape("deepseek-v4-flash")
     layer = weight_bytes(SETTING, shape, 2) - weight_bytes(SETTING, shape, 1)
     experts = 256 * 3 * 4096 * 2048 * 17 // 32

@@ -1,4 +1,4 @@
-"""`tandem` on a pseudo-terminal, as a person at a keyboard meets it."""
+"""Runs `tandem` on a pseudo-terminal, as a user at a keyboard would."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from tests.programs import COMMAND, ENVIRONMENT, IMPORTS, Program
 
 
 class Terminal:
-    """A program on a pseudo-terminal: type, and wait for what must appear."""
+    """A program on a pseudo-terminal: sends keys and waits for expected output."""
 
     def __init__(
         self,
@@ -33,15 +33,15 @@ class Terminal:
         self._read_until(lambda: text in self.screen[after:], f"{text!r}", seconds)
 
     def type(self, text: str) -> int:
-        """Type and return where the screen stood, so that only what follows is looked at."""
+        """Send text; return the screen's length before it, so that tests see only what follows."""
         position = len(self.screen)
         os.write(self._fd, text.encode(errors="surrogateescape"))
         return position
 
     def press_until(self, key: str, text: str, *, after: int) -> None:
-        """Press a key as a person would: again, if nothing happens.
+        """Press a key, and press it again if nothing happens.
 
-        A Ctrl-C between two of readline's waits is seen by Python at the next key only.
+        Python sees a Ctrl-C that comes between two of readline's waits only at the next key.
         """
         for _ in range(10):
             self.type(key)

@@ -1,4 +1,4 @@
-"""`tandem bench kernels` as a user starts it; speeds are not checked here."""
+"""Tests of `tandem bench kernels` as a user starts it; speed is not checked."""
 
 import json
 

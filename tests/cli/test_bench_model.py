@@ -1,4 +1,4 @@
-"""`tandem bench` of a whole model: ceilings first, JSON last, parts that add up."""
+"""Tests of `tandem bench` for a whole model: ceilings first, JSON last, parts that add up."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_prints_the_ceiling_first_and_json_last(
 def test_experts_run_on_the_emulated_device(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # the profile is kept there
+    monkeypatch.setenv("HOME", str(tmp_path))  # the profile is stored there
     words = ["--prompt", "16", "--gen", "2", "--device", "emulated", "--json"]
     assert main([*SMALL, *words]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])

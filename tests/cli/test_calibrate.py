@@ -1,4 +1,4 @@
-"""`tandem calibrate` as a user starts it, and what it leaves for the next run."""
+"""Tests of `tandem calibrate` as a user starts it, and of the file that the next run reads."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_accuracy_counts_the_highest_workloads() -> None:
         seq_offsets=np.array([0, 2]),
         predicted=predicted,
     )
-    # Together layer 1 wants expert 0 twice, 1 and 2 once; predicted are 0 twice, 1 and 3 once.
+    # The tokens use expert 0 of layer 1 twice, 1 and 2 once; predicted are 0 twice, 1 and 3 once.
     assert accuracy_by_batch(trace, 1, [2]) == {"gate": [1.0]}
     assert accuracy_by_batch(trace, 2, [2]) == {"gate": [1.0]}
     assert accuracy_by_batch(trace, 2, [1]) == {"gate": [0.5]}

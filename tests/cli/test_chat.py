@@ -1,4 +1,4 @@
-"""The commands of a chat, messages of several lines, and the history that is kept."""
+"""Tests of a chat's commands, its messages of several lines, and its saved history."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def model(checkpoint: Path) -> Any:
 
 @pytest.fixture
 def talk(model: Any, monkeypatch: pytest.MonkeyPatch) -> Talk:
-    """Chat with these lines typed, to the end of input; answers have three tokens."""
+    """Chat with these input lines until the end of input; answers have three tokens."""
 
     def chat_with(*lines: str, sampling: dict[str, Any] | None = None, **options: Any) -> Session:
         waiting = iter(lines)

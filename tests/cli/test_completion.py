@@ -1,4 +1,4 @@
-"""`tandem completion`: a script that completes what the parsers know, tried in the shell itself."""
+"""Tests of `tandem completion`: the shell completes what the parsers accept."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _tandem; printf '%s\\n' "${COMPREPLY[
 
 @pytest.fixture(scope="module")
 def scripts() -> dict[str, str]:
-    """What `tandem completion` prints, by shell."""
+    """A fixture: the output of `tandem completion` for each shell."""
     found = {}
     for shell in ("bash", "fish", "zsh"):
         with pytest.MonkeyPatch.context() as patch:
@@ -34,7 +34,7 @@ def in_a_folder_with_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def completed(script: str, *words: str) -> list[str]:
-    """Return what bash offers for the last of these words."""
+    """Return bash's completions of the last word."""
     command = ["bash", "--norc", "-c", script + ASK, "bash", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     assert done.stderr == ""

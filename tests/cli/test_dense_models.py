@@ -1,4 +1,4 @@
-"""The commands with a model without experts."""
+"""Tests of the commands with a model without experts."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`--draft` and `--speculate mtp`: what is loaded to draft with, and what is left out."""
+"""Tests of `--draft` and `--speculate mtp`: which drafter is loaded, and which is not."""
 
 import json
 import pickle

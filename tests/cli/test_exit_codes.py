@@ -1,6 +1,6 @@
-"""Exit codes are those of docs/command-line.md, each shown by a command that ends with it.
+"""Tests that a command ends with each exit code of docs/command-line.md.
 
-130 is shown in test_interrupt.py.
+Exit code 130 is tested in test_interrupt.py.
 """
 
 import re

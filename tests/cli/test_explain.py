@@ -1,4 +1,4 @@
-"""`tandem run --explain`: tables of what happened, and of what a change would bring."""
+"""Tests of `tandem run --explain`: tables of what happened and of what a change would gain."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def test_a_run_is_explained(tmp_path: Path) -> None:
     assert re.search(r"as it is .* 1\.00 x", done.stderr)
     assert "experts in int4" in done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    # What is planned is no native call; its times are no part of the run.
+    # Planned layers are no native call; their times are not part of the run.
     assert "experts" in {entry["operation"] for entry in report["not_native"]}
     assert report["generated_tokens"] == 6
     assert re.search(r"speculation: \d+ tokens drafted, \d+ kept; ", done.stderr)

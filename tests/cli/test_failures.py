@@ -1,4 +1,4 @@
-"""How commands fail: one sentence, exit code 2, JSON for scripts, closed streams, odd values."""
+"""Tests of failing commands: one sentence, exit code 2, JSON for scripts, closed streams."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from tandem.cli.main import main
 
 
 def started_cold(redirections: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m tandem` by a shell, with its redirections."""
+    """Run `python -m tandem` in a shell, which does the redirections."""
     command = ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, "-m", "tandem"]
     return subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
 

@@ -1,4 +1,4 @@
-"""`tandem run --image`: pictures before a message, and what is wrong with them as a sentence."""
+"""Tests of `tandem run --image`: images before a message, and errors in one sentence."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`tandem importance` as a user starts it, and what follows it."""
+"""Tests of `tandem importance` as a user starts it, and of commands that read its file."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ctrl-C in a real `tandem run` on a device with threads: the program ends, and leaves nothing."""
+"""Tests of Ctrl-C in `tandem run` on a device with threads: the program ends and leaves nothing."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ FLAGS = (
 
 @contextlib.contextmanager
 def started(model: str, cache: Path, *flags: str) -> Iterator[tuple[Program, IO[str], IO[str]]]:
-    """Start the program; give it with its output and its errors."""
+    """Start the program; return it with its output and error streams."""
     words = ["run", model, *FLAGS, *flags]
     environment = {**ENVIRONMENT, "TANDEM_CACHE": str(cache)}
     out, errors = os.pipe(), os.pipe()

@@ -1,4 +1,4 @@
-"""Packed copies that commands keep: written once, found again, and nothing half."""
+"""Tests of the packed copies that commands keep: written once, found again, never incomplete."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def test_a_cache_that_cannot_be_written_keeps_nothing_and_answers(
     assert done.returncode == 0
     assert done.stdout.strip()
     assert done.stderr.count("no packed copy is kept: ") == 1
-    assert "keeping a packed copy" not in done.stderr  # what is not there is not promised
+    assert "keeping a packed copy" not in done.stderr  # a missing copy is not announced
     assert done.stderr.index("no packed copy") < done.stderr.index("first token")
     assert "Traceback" not in done.stderr
 
@@ -175,7 +175,7 @@ def test_the_longest_unused_go_when_the_limit_is_reached(tmp_path: Path) -> None
         assert kept.write(origin(name), 100, saver(100)) is not None
         os.utime(kept._note(origin(name).name), (age, age))
         if name == "b":
-            assert kept.find(origin("a")) is not None  # now it is b that was not used for longest
+            assert kept.find(origin("a")) is not None  # now b is the least recently used
     assert [copy.source for copy in kept.all() if copy.source != "c"] == ["a"]
     with pytest.raises(ModelError, match="takes 300 B, the limit is 250 B"):
         kept.write(origin("d"), 300, saver(300))

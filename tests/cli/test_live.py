@@ -1,4 +1,4 @@
-"""`--live`: experts and speed below an answer, on a terminal."""
+"""Tests of `--live`: experts and speed below an answer, on a terminal."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Names of formats and policies are known in any case; a mistyped one gets the nearest."""
+"""Tests of names of formats and policies: any case is accepted; errors suggest a name."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`tandem pack --size` and `--bits`, as a user starts them."""
+"""Tests of `tandem pack --size` and `--bits` as a user starts them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`tandem profile`: measured on first use, kept, read again, drawn."""
+"""Tests of `tandem profile`: measured on first use, stored, read again, drawn."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def test_a_profile_is_measured_kept_and_drawn(model: str, tmp_path: Path) -> Non
     assert profile.disk is not None
     assert f"{profile.disk.reads} reads of " in done.stdout
     assert all(a <= b for a, b in zip(shape.cpu_seconds, shape.cpu_seconds[1:], strict=False))
-    # The rest of a layer is what the step that is told took beyond its experts.
+    # The rest of a layer is the given step's time without its experts.
     told = re.search(r"tokens takes .* s, then ([0-9.]+) tok/s", done.stdout)
     assert told, done.stdout
     experts = shape.cpu_first_expert_seconds + shape.top_k * shape.cpu_seconds[0]

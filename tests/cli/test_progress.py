@@ -1,4 +1,4 @@
-"""Bars become plain lines where standard error is no terminal."""
+"""Tests that progress bars become plain lines where standard error is no terminal."""
 
 import io
 import re
@@ -17,7 +17,7 @@ from tests.programs import COMMAND, ENVIRONMENT, IMPORTS, TORCH_IMPORTS
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that tests advance by hand."""
 
     seconds = 100.0
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 def drawn(seconds: int, step: float = 1.0) -> list[str]:
-    """Return the lines of a bar that takes so many seconds."""
+    """Return the lines of a progress bar over this many seconds."""
     stream, clock = io.StringIO(), Clock()
     plain = cast(io.StringIO, PlainProgress(stream, clock))
     with tqdm(

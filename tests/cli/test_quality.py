@@ -1,4 +1,4 @@
-"""`tandem quality` as a user starts it: against a model, against kept logits, and its refusals."""
+"""Tests of `tandem quality`: against a model, against stored logits, and refused options."""
 
 import json
 from pathlib import Path

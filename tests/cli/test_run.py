@@ -1,4 +1,4 @@
-"""`tandem run` as a user starts it: a process, with pipes or on a pseudo-terminal."""
+"""Tests of `tandem run` as a process, with pipes or on a pseudo-terminal."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_last_line_is_one_json_object(model: str) -> None:
     assert report["generated_tokens"] == 8
     assert report["experts_read_bytes"] > 0
     assert report["expert_cache"]["misses"] > 0
-    # The system counts the two at different moments.
+    # The system updates the two at different times.
     assert 0 < report["memory_bytes"]["host"] < 1.1 * report["peak_memory_bytes"]["host"]
 
 

@@ -1,4 +1,4 @@
-"""A conversation: failed turns leave nothing, a full context is trimmed by whole turns."""
+"""Tests of conversations: failed turns are dropped, and a full context loses whole turns."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def opened(model: Any) -> Opener:
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
-    """Let these lines be what a user types."""
+    """Replace the user's input by these lines."""
     waiting = iter([*lines, "/exit"])
     monkeypatch.setattr("builtins.input", lambda *_: next(waiting))
 

@@ -1,4 +1,4 @@
-"""`tandem trace record` as a user starts it."""
+"""Tests of `tandem trace record` as a user starts it."""
 
 import json
 from pathlib import Path

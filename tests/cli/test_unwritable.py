@@ -1,4 +1,4 @@
-"""Outputs that cannot be written: one sentence, exit code 2, nothing half-written."""
+"""Tests of outputs that cannot be written: one sentence, exit code 2, no incomplete file."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ TRACE = str(Path(__file__).parents[2] / "data" / "traces" / "gpt-oss-20b.npz")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a model, prompts, a file, and a folder where a trace is to be."""
+    """A directory with a model, prompts, a file, and a subdirectory for a trace."""
     save_tiny_checkpoint(tmp_path / "tiny")
     (tmp_path / "file").write_text("x")
     (tmp_path / "prompts.txt").write_text("hello\n")

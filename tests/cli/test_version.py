@@ -1,4 +1,4 @@
-"""`tandem --version`: quick, and with -v what it runs on."""
+"""Tests of `tandem --version`: fast, and with -v it lists the environment."""
 
 import gc
 import subprocess

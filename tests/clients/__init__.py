@@ -1,1 +1,1 @@
-"""Real clients of other projects, each in an environment of its own: python -m tests.clients."""
+"""Clients of other projects, each in its own environment: python -m tests.clients."""

@@ -46,7 +46,7 @@ def _verdict(reports: list[Report]) -> int:
 
 
 def _commit() -> str:
-    """Return the commit that is tried; it is asked first, as others may come meanwhile."""
+    """Return the commit under test; called first, because commits may be added meanwhile."""
     asked = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 

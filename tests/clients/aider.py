@@ -1,4 +1,4 @@
-"""aider: pair programming in a terminal, here with one message each."""
+"""Tries aider (pair programming in a terminal) with single messages."""
 
 # /// script
 # dependencies = ["aider-chat"]
@@ -26,7 +26,7 @@ def question_without_stream(served: Served) -> None:
 
 
 def _aider(served: Served, *flags: str) -> str:
-    """Return what the command prints, in an empty folder."""
+    """Return the command's output, run in an empty directory."""
     settings = f"- name: openai/{served.name}\n  extra_params:\n    max_tokens: 12\n"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "settings.yml"

@@ -1,4 +1,4 @@
-"""aiperf: a benchmark of a server, on synthetic prompts in the model's own tokens."""
+"""Tries aiperf, a server benchmark, with synthetic prompts in the model's own tokens."""
 
 # /// script
 # dependencies = ["aiperf"]
@@ -32,7 +32,7 @@ def completions(served: Served) -> str:
 
 
 def _benchmark(served: Served, kind: str, *flags: str) -> str:
-    """Run a benchmark; every request must end well, and the server's metrics be read."""
+    """Run a benchmark; every request must succeed, and aiperf must read the server's metrics."""
     with tempfile.TemporaryDirectory() as temporary:
         run_command(
             "aiperf", "profile", "-m", served.name,
@@ -48,7 +48,7 @@ def _benchmark(served: Served, kind: str, *flags: str) -> str:
     assert found["error_summary"] == []
     assert found["request_count"]["avg"] == _REQUESTS
     assert "tandem_generated_tokens" in str(metrics)
-    # The server's count: a text's tokens, counted again, may be fewer.
+    # The server's count: tokenizing the text again may give fewer tokens.
     assert found["usage_completion_tokens"]["min"] == _OUTPUT_TOKENS
     return f"{_REQUESTS} requests of {_OUTPUT_TOKENS} tokens"
 
@@ -58,7 +58,7 @@ def _read(directory: str, name: str) -> Any:
 
 
 def _variables() -> dict[str, str]:
-    """Return the environment; told to be offline, aiperf opens no tokenizer in a directory."""
+    """Return the environment variables; offline, aiperf opens no tokenizer from a directory."""
     return {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
 
 

@@ -1,8 +1,8 @@
-"""A client's environment, and its script run there.
+"""Creates a client's environment and runs the client's script in it.
 
-A script names what it needs as inline script metadata (PEP 723): a TOML comment between
-`# /// script` and `# ///`. Its `dependencies` are installed in their order, each with a pip of
-its own where `in_turns` is set; `above_tandem` lays the environment over the one that runs this.
+A script names its dependencies as inline script metadata (PEP 723): a TOML comment between `# ///
+script` and `# ///`. `dependencies` are installed in order, each by its own pip if `in_turns` is
+set. With `above_tandem` the environment also sees the packages of the current one.
 """
 
 import json
@@ -23,9 +23,9 @@ _REPOSITORY = _HERE.parents[1]
 _ENVIRONMENTS = _REPOSITORY / "build" / "clients"
 _PATIENCE_SECONDS = 600
 _METADATA = re.compile(r"^# /// script\n((?:#.*\n)+?)# ///$", re.MULTILINE)
-# What lets a program reach its package index also lets these clients start.
+# These variables allow access to the package index, and so the clients' start.
 _KEPT_VARIABLES = ("PATH", "LANG", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
-# Nothing but the server here may be asked for anything.
+# Requests may go to this server only.
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -37,7 +37,7 @@ _OFFLINE = {
 
 @dataclass
 class Report:
-    """What came of trying one client."""
+    """The result of trying one client."""
 
     client: str
     version: str = "-"
@@ -47,12 +47,12 @@ class Report:
 
     @property
     def works(self) -> bool:
-        """Whether all that was tried does."""
+        """Whether everything that was tried works."""
         return not self.problem and all(one["works"] for one in self.tries)
 
     @property
     def tried(self) -> str:
-        """What was tried."""
+        """The names of what was tried."""
         return ", ".join(one["tried"] for one in self.tries) or "-"
 
     @property
@@ -66,7 +66,7 @@ class Report:
 
     @property
     def note(self) -> str:
-        """What is worth knowing beside it."""
+        """A remark on the result."""
         told = [f"{one['tried']}: {one['note']}" for one in self.tries if one["note"]]
         return "; ".join([*told, self.problem] if self.problem else told)
 
@@ -77,13 +77,13 @@ class Report:
 
 
 def client_names() -> list[str]:
-    """Return the clients that there are scripts for."""
+    """Return the names of the clients that have a script."""
     scripts = _HERE.glob("*.py")
     return sorted(p.stem for p in scripts if _METADATA.search(p.read_text(encoding="utf-8")))
 
 
 def try_client(name: str, served: Served) -> Report:
-    """Install a client unless it is, run its script on a server, and return what it said."""
+    """Install a client if needed, run its script on a server, and return its report."""
     report = Report(name)
     try:
         python = _environment(name)
@@ -119,7 +119,7 @@ def _read(report: Report, log: str) -> None:
 
 
 def _environment(name: str) -> Path:
-    """Return the Python of a client's environment, made again if its needs have changed."""
+    """Return the Python of a client's environment; recreate it if its dependencies have changed."""
     needs = _needs(name)
     home = _ENVIRONMENTS / name
     python, stamp = home / "bin" / "python", home / "installed.json"
@@ -145,7 +145,7 @@ def _needs(name: str) -> dict[str, Any]:
 
 
 def _lay_above_tandem(home: Path) -> None:
-    """Let an environment see Tandem, torch and Transformers as they are installed here."""
+    """Make Tandem, torch and Transformers of this environment visible in the client's."""
     below = sysconfig.get_path("purelib")
     variables = {"base": str(home), "platbase": str(home)}
     above = Path(sysconfig.get_path("purelib", "venv", vars=variables))
@@ -153,7 +153,7 @@ def _lay_above_tandem(home: Path) -> None:
 
 
 def _variables(name: str) -> dict[str, str]:
-    """Return the variables of a client: no key, no proxy, and a home of its own."""
+    """Return a client's environment variables: no API key, no proxy, its own home directory."""
     home = _ENVIRONMENTS / name / "home"
     home.mkdir(exist_ok=True)
     kept = {key: os.environ[key] for key in _KEPT_VARIABLES if key in os.environ}

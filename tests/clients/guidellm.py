@@ -1,4 +1,4 @@
-"""guidellm: a benchmark of a server, on synthetic prompts in the model's own tokens."""
+"""Tries guidellm, a server benchmark, with synthetic prompts in the model's own tokens."""
 
 # /// script
 # # torch comes first: alone it may bring gigabytes of CUDA.
@@ -26,7 +26,7 @@ def completions_two_at_a_time(served: Served) -> str:
 
 
 def _benchmark(served: Served, form: str, profile: str, *, requests: int) -> str:
-    """Run a benchmark; every request must end well, with exactly as many tokens as were asked."""
+    """Run a benchmark; every request must succeed with exactly the requested number of tokens."""
     with tempfile.TemporaryDirectory() as temporary:
         found = Path(temporary) / "report.json"
         run_command(

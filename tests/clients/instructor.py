@@ -1,4 +1,4 @@
-"""instructor: objects of a pydantic model, asked for again until they pass its checks."""
+"""Tries instructor: objects of a pydantic model, requested again until they are valid."""
 
 # /// script
 # dependencies = ["instructor"]
@@ -16,7 +16,7 @@ from tests.clients.trying import Served, report
 
 
 class Person(BaseModel):
-    """A person. Has no other fields: OpenAI's `tools` leave a model free to add some."""
+    """A person. Further fields are forbidden, since OpenAI's `tools` would let a model add some."""
 
     model_config = ConfigDict(extra="forbid")
     name: Annotated[str, Field(max_length=20)]
@@ -42,7 +42,7 @@ def json_schema(served: Served) -> None:
 
 
 def json_object(served: Served) -> None:
-    """Ask for any object: that it is a person is up to the model, so only the form is checked."""
+    """Ask for any JSON object; only its form is checked, because a random model writes it."""
     client = _client(served, instructor.Mode.JSON)
     assert client.chat.completions.create(response_model=Anything, **_asked(served))
 

@@ -1,4 +1,4 @@
-"""langchain-anthropic: LangChain's chat model for servers of Anthropic's API."""
+"""Tries langchain-anthropic, LangChain's chat model for Anthropic's API."""
 
 # /// script
 # dependencies = ["langchain-anthropic"]

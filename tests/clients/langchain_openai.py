@@ -1,4 +1,4 @@
-"""langchain-openai: LangChain's chat model for servers of OpenAI's API."""
+"""Tries langchain-openai, LangChain's chat model for OpenAI's API."""
 
 # /// script
 # dependencies = ["langchain-openai"]

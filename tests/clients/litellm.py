@@ -1,4 +1,4 @@
-"""litellm: one function for all providers."""
+"""Tries litellm, one function for all providers."""
 
 # /// script
 # # mcp: litellm imports it where there are tools, and does not ask for it.

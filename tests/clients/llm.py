@@ -1,4 +1,4 @@
-"""llm: prompts, tools and schemas from the command line."""
+"""Tries llm: prompts, tools and schemas from the command line."""
 
 # /// script
 # dependencies = ["llm"]
@@ -67,7 +67,7 @@ def _ask(
     served: Served, text: str, *flags: str, model: str = "tandem", max_tokens: int = 12,
     home: str | None = None,
 ) -> str:  # fmt: skip
-    """Return what the command prints, with the server in its settings."""
+    """Return the output of the command, which has the server in its settings."""
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(home or temporary)
         setting = _SETTING.format(name=served.name, base_url=served.base_url)

@@ -1,4 +1,4 @@
-"""lm-eval by API: generation, multiple choice and perplexity through /v1/completions and chat."""
+"""Tries lm-eval by API: generation, multiple choice and perplexity through completions and chat."""
 
 # /// script
 # # transformers: counts tokens; lm-eval does not ask for it.
@@ -24,7 +24,7 @@ def perplexity(served: Served) -> str:
 
 
 def multiple_choice_of_texts_in_batches(served: Served) -> str:
-    """As before, but prompts are sent as texts, several at a time."""
+    """Run multiple choice with several prompts a request, sent as text."""
     return _completions(served, "tandem_choice", tokenized_requests=False, batch_size=4)
 
 

@@ -1,6 +1,6 @@
-"""lm-eval in process: Tandem's model, its scores beside those of Transformers' own.
+"""Tries lm-eval in process: Tandem's scores beside those of Transformers.
 
-The environment lies over the one that has Tandem, torch and Transformers.
+The environment also sees Tandem, torch and Transformers of the current one.
 """
 
 # /// script
@@ -25,7 +25,7 @@ import tandem
 from tests.clients.lm_eval_scores import evaluate
 from tests.clients.trying import Served, report
 
-# Two orders of summation in bf16: what a score of a few hundred tokens may differ by.
+# The effect of two orders of summation in bf16 on a score of a few hundred tokens.
 _TOLERANCE = 0.02
 
 
@@ -47,7 +47,7 @@ def model_in_int8(served: Served) -> str:
 
 
 def packed_model_by_name(served: Served) -> str:
-    """Let lm-eval itself open a packed checkpoint, as its command line does."""
+    """Let lm-eval itself open a packed checkpoint by name, as its command line does."""
     with tempfile.TemporaryDirectory() as temporary:
         tandem.pack(served.directory, Path(temporary) / "packed", expert_dtype="int8")
         arguments = {

@@ -1,4 +1,4 @@
-"""What lm-eval is asked, by API and in process alike: three small tasks on local files."""
+"""Three small lm-eval tasks on local files, for lm-eval by API and in process."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ _TASKS = Path(__file__).with_name("lm_eval_tasks")
 
 
 def evaluate(task: str, model: Any, **options: Any) -> float:
-    """Return a task's only metric."""
+    """Return the value of a task's only metric."""
     tasks = TaskManager(include_path=str(_TASKS), include_defaults=False)
     found: Any = lm_eval.simple_evaluate(
         model=model, tasks=[task], task_manager=tasks, bootstrap_iters=0, **options

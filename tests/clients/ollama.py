@@ -1,4 +1,4 @@
-"""ollama: Ollama's own client, and requests as editors send them to Ollama."""
+"""Tries ollama: Ollama's own client, and the requests that editors send to Ollama."""
 
 # /// script
 # dependencies = ["ollama"]
@@ -105,7 +105,7 @@ def _error_of(fails: Any) -> str:
 
 
 def zed(served: Served) -> None:
-    """As crates/ollama of zed-industries/zed writes them."""
+    """Send requests as crates/ollama of zed-industries/zed does."""
     _send(served, "/api/tags")
     assert _send(served, "/api/show", {"model": served.name})["capabilities"]
     body = {
@@ -118,7 +118,7 @@ def zed(served: Served) -> None:
 
 
 def continue_dev(served: Served) -> None:
-    """As core/llm/llms/Ollama.ts of continuedev/continue writes them."""
+    """Send requests as core/llm/llms/Ollama.ts of continuedev/continue does."""
     _send(served, "/api/show", {"name": served.name})
     options = {"temperature": 0.1, "num_predict": 12, "num_ctx": 8192, "stop": ["\n\n"]}
     body = {"model": served.name, "options": options, "keep_alive": 1800}
@@ -128,7 +128,7 @@ def continue_dev(served: Served) -> None:
 
 
 def copilot_chat(served: Served) -> None:
-    """As the extension's ollamaProvider.ts writes them: it chats by OpenAI's API."""
+    """Send requests as the extension's ollamaProvider.ts does; it chats through OpenAI's API."""
     version = _send(served, "/api/version")["version"]
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
     (model,) = _send(served, "/api/tags")["models"]
@@ -144,7 +144,7 @@ def curl_without_content_type(served: Served) -> None:
 
 
 def _send(served: Served, path: str, body: Any = None) -> Any:
-    """Return the answer to a request; urllib says of a body what curl does."""
+    """Return the answer to a request; urllib sends the same Content-Type for a body as curl."""
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(served.address + path, data) as answer:
         return json.loads(answer.read())

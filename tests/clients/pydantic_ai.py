@@ -1,4 +1,4 @@
-"""pydantic-ai: an agent with tools and typed results."""
+"""Tries pydantic-ai: an agent with tools and typed results."""
 
 # /// script
 # dependencies = ["pydantic-ai-slim[openai]"]
@@ -56,7 +56,7 @@ def result_as_prompted(served: Served) -> None:
 
 
 def own_tool(served: Served) -> None:
-    """Let the model call a tool or not; an answer, or running out of tries, is as good."""
+    """Offer a tool; a call, a plain answer and running out of retries are all accepted."""
     agent = _agent(served, max_tokens=60)
 
     @agent.tool_plain

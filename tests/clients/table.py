@@ -11,7 +11,7 @@ _RULE = "|---|---|---|---|---|---|"
 
 
 def write_table(reports: Iterable[Report], commit: str) -> None:
-    """Write the lines of these clients, tried at a commit; the others stay as they are."""
+    """Write the lines of these clients, tried at a commit; keep the other lines."""
     before, _, rest = _DOCUMENT.read_text(encoding="utf-8").partition(_HEAD + "\n")
     table, _, after = rest.partition("\n\n")
     old = table.splitlines()[1:]

@@ -1,9 +1,9 @@
-"""What the clients are given to do: a question, a tool, a form."""
+"""Tasks for the clients: a question, a tool, a form."""
 
 from typing import Any
 
 QUESTION = "What is the weather in Rome?"
-# So plain that a small model's answer has the form even where no grammar rules it.
+# Simple enough that a small model's answer has the form even without a grammar.
 INVENT = 'Invent a person. Answer in JSON like {"name": "Anna", "age": 3}'
 # More tokens than the server's context has.
 TOO_LONG = "word " * 4000
@@ -35,12 +35,12 @@ WEATHER: Any = {
 
 
 def check_person(found: Any) -> None:
-    """Check that an object has the form of a person."""
+    """Assert that an object has the fields of a person."""
     assert set(found) == {"name", "age"}, found
     assert isinstance(found["age"], int), found
 
 
 def check_weather(name: str, arguments: Any) -> None:
-    """Check that a call has the form of the tool's."""
+    """Assert that a call has the form of the weather tool."""
     assert name == "get_weather"
     assert set(arguments) == {"city"}, arguments

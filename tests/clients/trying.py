@@ -1,6 +1,6 @@
-"""What a client's script shares with the others: it tries one thing after another and reports.
+"""The shared part of the clients' scripts: runs tries in order and reports each one.
 
-Runs in the client's environment, so it knows the standard library alone. The report is one JSON
+It runs in the client's environment, so it uses only the standard library. The report is one JSON
 object a line, which `tests.clients.environment` reads.
 """
 
@@ -19,7 +19,7 @@ _LONGEST_NOTE_CHARACTERS = 400
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The server that is tried, and the model behind it."""
+    """The server under test, and the name of its model."""
 
     address: str
     name: str
@@ -28,7 +28,7 @@ class Served:
 
     @property
     def base_url(self) -> str:
-        """What clients of OpenAI's API want to know."""
+        """The base URL for clients of OpenAI's API."""
         return f"{self.address}/v1"
 
 
@@ -37,7 +37,7 @@ Try = Callable[[Served], str | None]
 
 
 def run_command(name: str, *words: str, **options: Any) -> str:
-    """Run a command of the client's environment; return what it prints."""
+    """Run a command of the client's environment; return its output."""
     done = subprocess.run(
         [str(Path(sys.executable).with_name(name)), *words], stdin=subprocess.DEVNULL,
         capture_output=True, text=True, check=False, **options,
@@ -47,7 +47,7 @@ def run_command(name: str, *words: str, **options: Any) -> str:
 
 
 def report(distribution: str, tries: Sequence[Try]) -> int:
-    """Try all on the server that the command line names; return the exit code."""
+    """Run all tries on the server that the command line names; return the exit code."""
     address, name, directory = sys.argv[1:]
     served = Served(address, name, Path(directory).resolve())
     _say(version=version(distribution))
@@ -64,12 +64,12 @@ def report(distribution: str, tries: Sequence[Try]) -> int:
 
 
 def _say(**fields: object) -> None:
-    """Write a line of the report, marked, as clients print too."""
+    """Write a line of the report with a mark, because clients print too."""
     print(f"\nREPORT {json.dumps(fields)}", flush=True)
 
 
 def _reason(error: BaseException) -> str:
-    """Return what went wrong in a line: the message, or the line that says what was expected."""
+    """Return one line about an error: its message, or the failed assertion."""
     where = traceback.extract_tb(error.__traceback__)[-1].line
     text = f"{type(error).__name__}: {error if str(error) else where}"
     return " ".join(text.split())[:_LONGEST_NOTE_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Captured steps whose layers are handed over, on the CPU twins of a GPU and its graphs."""
+"""Captured steps with handed-over layers, on the CPU twins of a GPU and its graphs."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -39,12 +39,12 @@ _HANDED = list[Callable[..., Tensor]]()  # what the operation calls, by number
 def handed(
     number: int, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, heard: Tensor | None
 ) -> Tensor:
-    """Hand a layer over, as an operation that the twin of a graph notes."""
+    """Hand over a layer as an operation that the twin's graph records."""
     return _HANDED[number](layer, hidden, index, weights, heard)
 
 
 class AddressedExperts:
-    """Reads experts at their addresses as the kernels do, sooner than their interpreter."""
+    """Reads experts by address as the kernels do, but faster than Triton's interpreter."""
 
     def __init__(self, host: PackedLayer, activate: Callable[[Tensor], Tensor]) -> None:
         self._host, self._activate = host, activate
@@ -69,7 +69,7 @@ class AddressedExperts:
 
 
 class NotedLayers:
-    """The layers of a step as operations that the twin of a graph notes."""
+    """The layers of a step as operations that the twin's graph records."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -85,13 +85,13 @@ class NotedLayers:
 
 
 class NotedSteps(HandedSteps):
-    """Captured steps whose layers the twin of a graph notes."""
+    """Captured steps whose layers the twin's graph records."""
 
     functions: ExpertFunctions
     error: str | None = None
 
     def guess_of(self, num_rows: int, layer: int) -> list[list[int]]:
-        """Return what the device has published of the layer behind this one."""
+        """Return the prediction that the device has published for the next layer."""
         inner: Any = self._layers[num_rows][1]
         box, top_k = inner._box, self._cache.geometry.top_k
         start = layer * box.layer_bytes + box.guess
@@ -108,7 +108,7 @@ class NotedSteps(HandedSteps):
         ) -> Tensor:
             if self.error is not None:
                 raise RuntimeError(self.error)
-            if not self.is_under_way:  # a capture, which does nothing on a GPU
+            if not self.is_under_way:  # stands for a capture's end, which does nothing on a GPU
                 return torch.zeros_like(hidden)
             if heard is not None:
                 self.heard[layer] = heard.clone()
@@ -159,20 +159,20 @@ def prompts(num_rows: int) -> list[list[int]]:
 
 
 def expected_of(model: Any, texts: list[list[int]]) -> list[Tensor]:
-    """Return the logits of prompts and `TOKENS` as the CPU computes them, padded."""
+    """Return the CPU's logits of prompts and of `TOKENS`, padded."""
     runtime = require_runtime(model)
     with runtime.using(runtime.cpu_executor()):
         return logits_of(PaddedBatch(model, texts, 0), len(texts), TOKENS)
 
 
 def assert_alike(found: Sequence[Tensor] | Tensor, expected: Sequence[Tensor]) -> None:
-    """Compare the logits of steps one by one."""
+    """Compare the logits of all steps."""
     for ours, theirs in zip(found, expected, strict=True):
         assert float((ours - theirs).float().norm() / theirs.float().norm()) < MOST_OFF
 
 
 def check_slots(executor: HybridExecutor) -> None:
-    """What the planner says is in a slot, is."""
+    """Assert that each slot holds the expert that the planner says."""
     steps_of(executor).leave()
     cache = executor.cache
     for key, slot in enumerate(cache.planner.residency.slot_of):

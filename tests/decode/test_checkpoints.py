@@ -1,4 +1,4 @@
-"""Checkpoints of states: where a prompt leaves them, which a budget keeps, their bytes."""
+"""Tests of checkpoints of states: where a prompt leaves them, which fit a budget, their bytes."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from tandem.kv_cache.cpu_states import pieces_of
 
 
 def kept_at(*lengths: int) -> KeptCheckpoints:
-    """Return checkpoints of one slot with a byte each."""
+    """Return one slot's checkpoints of one byte each."""
     kept = KeptCheckpoints(1)
     for length in lengths:
         kept.add(0, length, [torch.zeros(1, dtype=torch.int8)])
@@ -20,7 +20,7 @@ def kept_at(*lengths: int) -> KeptCheckpoints:
 
 
 def lengths_of(kept: KeptCheckpoints, slot: int = 0) -> list[int]:
-    """Return the lengths of a slot's checkpoints, descending."""
+    """Return the lengths of a slot's checkpoints in descending order."""
     found = []
     length = kept.newest(slot)
     while (one := kept.longest(slot, length)) is not None:

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 in slots: windows beside compressed keys give what its own code gives."""
+"""Tests of DeepSeek-V4 in slots: windows and compressed keys agree with Transformers."""
 
 import math
 from functools import cache
@@ -23,7 +23,7 @@ SLIDING, SPARSE, HEAVY = (
     "compressed_sparse_attention",
     "heavily_compressed_attention",
 )
-# Layers, tokens of a window, and tokens that a key of sparse and of heavy layers stands for.
+# Layers, tokens of a window, and tokens per key of sparse and of heavily compressed layers.
 MIXES: dict[str, tuple[list[str], int, int, int]] = {
     "sliding": ([SLIDING] * 2, 8, 4, 128),
     "sparse": ([SPARSE] * 2, 8, 4, 128),
@@ -58,7 +58,7 @@ def model_with(kinds: list[str], window: int, sparse: int, heavy: int, **more: f
 
 
 def logits_of(model: Any, tokens: list[int]) -> Tensor:
-    """What the model's own code says after each token, all at once: (n_tokens, vocabulary)."""
+    """Return the logits of Transformers' own code, computed at once: (n_tokens, vocabulary)."""
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
@@ -106,14 +106,14 @@ def test_slots_of_other_lengths_share_steps(mix: str, threads: CpuThreads) -> No
 
 
 def take_drafts_back(model: Any, pool: Any) -> None:
-    """Draft five tokens in both slots of a pool, of which one to four are kept, again and again."""
+    """Repeatedly draft five tokens in both slots of a pool and keep one to four of them."""
     expected = logits_of(model, LONG)
     pool.prefill({0: LONG[:100]})
     pool.prefill({1: LONG[:3]})
     at, kept = {0: 100, 1: 3}, 1
     while at[0] < 180:
         steps = {slot: [*LONG[n : n + kept], *[50] * (5 - kept)] for slot, n in at.items()}
-        logits = pool.verify(steps)  # on a GPU ten rows, and six that are idle
+        logits = pool.verify(steps)  # on a GPU ten rows, and six padding rows
         for i, (slot, n) in enumerate(at.items()):
             close(logits[5 * i : 5 * i + kept], expected[n : n + kept])
             pool.keep(slot, n + kept)
@@ -123,8 +123,8 @@ def take_drafts_back(model: Any, pool: Any) -> None:
     close(pool.prefill({0: LONG[at[0] : 300]}), expected[299:300])
 
 
-def go_back_and_take_over(model: Any, pool: Any) -> None:
-    """Let one slot of a pool begin as another one did, and that one go back and on."""
+def truncate_and_copy(model: Any, pool: Any) -> None:
+    """Copy a prefix to another slot and continue it; truncate the first slot and continue that."""
     pool.prefill({0: LONG[:200]})
     pool.decode({0: 60})
     assert [pool.usable(0, n) for n in (201, 200, 191, 71)] == [201, 192, 72, 0]
@@ -135,12 +135,12 @@ def go_back_and_take_over(model: Any, pool: Any) -> None:
     other = [*LONG[:72], *LONG[9:90]]
     close(pool.prefill_with_logits(0, other[72:]), logits_of(model, other)[72:])
     close(pool.decode({0: 40}), logits_of(model, [*other, 40])[-1:])
-    pool.keep(0, 0)  # nothing of what was there is read
+    pool.keep(0, 0)  # nothing of the old contents is read
     close(pool.prefill({0: LONG[50:90]}), logits_of(model, LONG[50:90])[-1:])
 
 
-def go_around(model: Any, pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a slot of a pool go on from where its ring still has the window; from nowhere else."""
+def wrap_around(model: Any, pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill a slot past its ring's size; it can be truncated only while the ring has the window."""
     monkeypatch.setattr("tandem.hf.kv_sizes.MARGIN_TOKENS", 80)
     monkeypatch.setattr("tandem.hf.kv_sizes.GRANULE_TOKENS", 64)  # 128 positions are kept
     expected = logits_of(model, LONG)
@@ -158,7 +158,7 @@ def go_around(model: Any, pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_ring_goes_around(monkeypatch: pytest.MonkeyPatch, threads: CpuThreads) -> None:
     model = model_of("no multiples")
-    go_around(model, CpuSlotPool(model, threads, 2), monkeypatch)
+    wrap_around(model, CpuSlotPool(model, threads, 2), monkeypatch)
 
 
 @pytest.mark.parametrize("mix", ["as released", "small", "no multiples"])
@@ -168,7 +168,7 @@ def test_drafts_are_taken_back_at_every_place_of_a_window(mix: str, threads: Cpu
 
 @pytest.mark.parametrize("mix", ["as released", "no multiples"])
 def test_a_slot_goes_back_and_another_takes_over(mix: str, threads: CpuThreads) -> None:
-    go_back_and_take_over(model_of(mix), CpuSlotPool(model_of(mix), threads, 2))
+    truncate_and_copy(model_of(mix), CpuSlotPool(model_of(mix), threads, 2))
 
 
 @pytest.mark.every_isa(first_of="kv_dtype")
@@ -184,7 +184,7 @@ def test_what_is_kept_moves_to_another_slot(kv_dtype: str, threads: CpuThreads) 
     assert source is not None
     assert target is not None
     assert target.cut(0, 0)
-    second.prefill({0: LONG[200:290]})  # other keys, where these come
+    second.prefill({0: LONG[200:290]})  # keys of other tokens, where these are expected
     second.keep(0, 0)
     assert target.cut(0, 0)
     data, states = source.take_out(1, 0, 256), source.states.take_out(1, 256)
@@ -222,7 +222,7 @@ def test_what_is_selected_counts_as_read(threads: CpuThreads) -> None:
 
 
 def test_a_model_is_tried_without_padding(threads: CpuThreads) -> None:
-    """Its own code would take what pads a prompt for a part of its first windows."""
+    """Transformers' own code would count padding as part of a prompt's first windows."""
     assert why_no_cpu_slots(model_of("small"), threads) is None
 
 
@@ -241,14 +241,14 @@ def test_sizes_from_a_config_are_those_of_the_memory(mix: str, threads: CpuThrea
     assert state_bytes_of(model) == cache.states.step_bytes
     windows = [num_bytes for kind, num_bytes in parts if kind == SLIDING]
     assert windows == [16 * 4] * len(MIXES[mix][0])
-    if mix != "sliding":  # its keys are not known to be values
+    if mix != "sliding":  # the layer does not know that its keys are values
         whole = (cache.num_bytes - cache.states.num_bytes) / 2
         assert whole <= sizes.bytes_of(num_tokens) <= 1.03 * whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_slot_takes_what_the_ratios_say(dtype: torch.dtype, threads: CpuThreads) -> None:
-    """All of a slot of released sizes at 128k tokens; without its windows at any length before."""
+    """The growth with the length is the ratios' keys and states; windows add a constant."""
     sizes = {"head_dim": 512, "index_head_dim": 128, "partial_rotary_factor": 64 / 512}
     model, last = model_with([SPARSE, HEAVY], 128, 4, 128, **sizes).to(dtype), 128 * 1024
     pools = [CpuSlotPool(model, threads, 1, capacity=n) for n in (last, 256)]

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 in slots on a GPU, on the CPU twin: what its own code gives, over all boundaries."""
+"""Tests of DeepSeek-V4 in a GPU's slots on the CPU twin, across all window boundaries."""
 
 import copy
 import os
@@ -14,12 +14,12 @@ from tests.decode.test_compressed import (
     LONG,
     MIXES,
     SPARSE,
-    go_around,
-    go_back_and_take_over,
     logits_of,
     model_of,
     model_with,
     take_drafts_back,
+    truncate_and_copy,
+    wrap_around,
 )
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import close
@@ -45,7 +45,7 @@ def test_a_prompt_whole_and_in_parts(mix: str) -> None:
     "mix", [pytest.param(m, marks=() if m == "no multiples" else pytest.mark.slow) for m in MIXES]
 )
 def test_steps_over_every_boundary(mix: str) -> None:
-    """Of windows and ratios; as released, of the positions that a captured step reads, too."""
+    """Cross the boundaries of windows and ratios, also with the released sizes."""
     pool, end = pool_of(mix, 1), 266 if mix == "as released" else 90
     expected = logits_of(model_of(mix), LONG[:end])
     pool.prefill({0: LONG[:3]})
@@ -63,7 +63,7 @@ def test_slots_of_other_lengths_share_steps(mix: str) -> None:
     for slot, length in lengths.items():
         close(pool.prefill({slot: texts[slot][:length]}), expected[slot][length - 1 : length])
     for step in range(40):
-        if step == 13:  # three in steps of four: one row is idle
+        if step == 13:  # three tokens in steps of four: one row is padding
             close(pool.prefill({1: texts[1][:2]}), expected[1][1:2])
             lengths = {1: 2} | lengths  # in another order, too
         found = pool.decode({slot: texts[slot][n] for slot, n in lengths.items()})
@@ -79,13 +79,13 @@ def test_drafts_are_taken_back_at_every_place_of_a_window(mix: str) -> None:
 
 @pytest.mark.parametrize("mix", SOME)
 def test_a_slot_goes_back_and_another_takes_over(mix: str) -> None:
-    go_back_and_take_over(model_of(mix), pool_of(mix, 2))
+    truncate_and_copy(model_of(mix), pool_of(mix, 2))
 
 
 @pytest.mark.skipif(not IS_WHOLE, reason="interpreted for long: make dry-gpu runs it")
 @pytest.mark.parametrize("mix", MIXES)
 def test_so_they_are_by_the_kernels(mix: str, find_kernels: Any) -> None:
-    """In steps of one to eight rows."""
+    """The same with the kernels, in steps of one to eight tokens."""
     model = model_with(*MIXES[mix], hc_sinkhorn_iters=2)
     pool = CudaSlotPool(model, 2, make_capture=TwinCapture, find_kernels=find_kernels)
     expected = logits_of(model, LONG)
@@ -104,7 +104,7 @@ def test_a_few_of_them_by_the_kernels(find_kernels: Any) -> None:
     model = model_with([SPARSE], 5, 2, 6, hc_sinkhorn_iters=2, index_topk=3)  # of four and more
     pool = CudaSlotPool(model, 1, make_capture=TwinCapture, find_kernels=find_kernels)
     expected = logits_of(model, LONG[:23])
-    for first, end in ((0, 14), (14, 19)):  # a prompt, and one behind it
+    for first, end in ((0, 14), (14, 19)):  # a prompt, and one token after it
         close(pool.prefill_with_logits(0, LONG[first:end]), expected[first:end])
     for i in range(19, 23):
         close(pool.decode({0: LONG[i]}), expected[i : i + 1])
@@ -112,13 +112,13 @@ def test_a_few_of_them_by_the_kernels(find_kernels: Any) -> None:
 
 
 def test_no_two_tokens_of_a_step_write_one_key() -> None:
-    """On a GPU nothing says which of them would be last; but for the place that is not read."""
+    """Such writes would have no order; only the dummy key, which is not read, may repeat."""
     written = number_of_key(torch.arange(9, 17), 4, 8)
     assert written.tolist() == [7, 7, 2, 7, 7, 7, 3, 7]
 
 
 def test_a_ring_goes_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_around(model_of("no multiples"), pool_of("no multiples", 2), monkeypatch)
+    wrap_around(model_of("no multiples"), pool_of("no multiples", 2), monkeypatch)
 
 
 @pytest.mark.parametrize(("kv_dtype", "most"), [("bf16", 1e-2), ("int8", 2e-2)])
@@ -128,7 +128,7 @@ def test_keys_in_fewer_bits(kv_dtype: str, most: float) -> None:
     whole = pool.prefill_with_logits(0, LONG[:150])
     close(whole, expected[:150], most)
     pool.prefill({1: LONG[:70]})
-    close(pool.prefill({1: LONG[70:150]}), whole[-1:])  # also its own keys are read as kept
+    close(pool.prefill({1: LONG[70:150]}), whole[-1:])  # its own keys are also read as stored
     close(pool.decode({0: LONG[150]}), expected[150:151], most)
 
 
@@ -162,5 +162,5 @@ def test_the_memory_of_a_slot_is_what_its_ratios_say() -> None:
         found = slot_bytes(model, LONG[:3], num_tokens)
         assert found is not None
         expected = sizes.device_bytes_of(num_tokens)
-        # Rounded for each layer, or with a place for what is not kept.
+        # Rounded for each layer, or with a place for dropped values.
         assert expected * 0.98 <= found - cache.states.step_bytes <= expected * 1.02

@@ -1,4 +1,4 @@
-"""Drafted tokens on a GPU: several of a slot in one captured step, on the CPU twin."""
+"""Tests of drafted tokens on a GPU: several of a slot in one captured step, on the CPU twin."""
 
 import random
 from pathlib import Path
@@ -23,13 +23,13 @@ _NAMES = [
     "kimi_linear", "nemotron_h", "jamba", "lfm2_moe", "deepseek_v4",
 ]  # fmt: skip
 NAMES = [name for name in _NAMES if name in architectures()]
-# Their steps of several tokens are compared elsewhere too: compressed keys, blocks, the delta rule.
+# These models' multi-token steps are also compared elsewhere.
 _SLOW = {"deepseek_v4", "qwen4_exp", "kimi_linear"}
 NEW_TOKENS = 16
 
 
 def written(pool: CudaSlotPool, texts: dict[int, list[int]], most: int) -> dict[int, torch.Tensor]:
-    """Let slots write texts in steps of up to `most` tokens, some wrong; return all logits."""
+    """Decode texts in steps of up to `most` tokens per slot, some wrong; return all logits."""
     chance = random.Random(5)
     found = {slot: [pool.prefill({slot: text[:2]})] for slot, text in texts.items()}
     while any(len(found[slot]) < len(text) - 1 for slot, text in texts.items()):
@@ -51,7 +51,7 @@ def written(pool: CudaSlotPool, texts: dict[int, list[int]], most: int) -> dict[
 
 
 def require_alike(model: Any, num_tokens: int) -> None:
-    """Compare steps of several tokens of a slot with those of one, and what comes after them."""
+    """Compare multi-token steps with single-token steps, and the steps after them."""
     lines = {
         0: [40 + i % 7 for i in range(num_tokens)],
         2: [50 + i * 3 % 11 for i in range(num_tokens)],
@@ -61,7 +61,7 @@ def require_alike(model: Any, num_tokens: int) -> None:
     for slot in lines:
         close(found[slot], expected[slot])
     assert any(step.replayed.is_replaying for step in pool._steps.values())
-    pool.copy(2, 1, len(pool.held(2)))  # some of whose tokens are to be done again
+    pool.copy(2, 1, len(pool.held(2)))  # some of whose tokens must be repeated
     close(pool.decode({1: 44}), plain.decode({2: 44}))
     close(pool.prefill({0: [60, 61, 62]}), plain.prefill({0: [60, 61, 62]}))
 
@@ -96,7 +96,7 @@ def test_so_they_are_by_the_kernels_with_one_graph_for_each_size(find_kernels: A
 def test_answers_are_those_without(
     name: str, rule: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches of 1 and 4, drafts of random lengths, right and wrong."""
+    """Use batches of 1 and 4, with right and wrong drafts of random lengths."""
     model = tandem.load(save_tiny_checkpoint(tmp_path, name), dtype="float32")
     model.generation_config.eos_token_id = None
 

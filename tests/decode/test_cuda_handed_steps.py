@@ -1,7 +1,7 @@
-"""Decode steps as one graph each, whose layers are handed over: a whole model on the CPU twins.
+"""Tests of decode steps captured as one graph with handed-over layers: a whole model on CPU twins.
 
-The graph is the twin of CUDA's, publish and combine run in Triton's interpreter, the coordinator is
-the real one, and experts move by calls of a driver without a GPU.
+CUDA's graph is a twin, publish and combine run in Triton's interpreter, the coordinator is the real
+one, and a driver without a GPU copies the experts.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ pytest.importorskip("triton")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     name, dtype, *share = getattr(request, "param", ("mixtral", "float32"))
     directory = save_tiny_checkpoint(tmp_path_factory.mktemp("models") / name, name)
-    # Both processors compute these experts alike.
+    # Both processors compute these experts with equal results.
     model = tandem.load(directory, dtype=dtype, expert_dtype="mxfp4")
     if not share:
         return model
@@ -73,7 +73,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> DriverLibrary:
 def executor(
     model: Any, library: DriverLibrary, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[HybridExecutor]:
-    """Run the model's experts on the twins, a part of them resident, by an assignment."""
+    """Return an executor on the twins with a part of the experts resident, by an assignment."""
     assignment = getattr(request, "param", None)
     library.reset(delay=50)
     cpu = 2e-4 if assignment is None else SLOW_CPU
@@ -113,7 +113,7 @@ def test_a_step_is_one_graph_and_gives_the_cpus_logits(
     expected = expected_of(model, prompts(num_rows))
     statistics, events = CacheStatistics(), list[LayerExecuted]()
     executor.listeners += [statistics, events.append]
-    for compile_one in steps_of(executor).compilations():  # nobody answers, and nothing is lost
+    for compile_one in steps_of(executor).compilations():  # no answer comes, and nothing is lost
         compile_one()
     rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
     assert_alike(logits_of(rows, num_rows, TOKENS), expected)
@@ -150,7 +150,7 @@ def test_misses_are_fetched_in_the_same_graph(
 def test_the_next_router_is_asked_in_the_same_graph(
     model: Any, library: DriverLibrary, tmp_path: Path, num_rows: int
 ) -> None:
-    """What it says of this layer's state is in the mailbox, and is copied ahead."""
+    """The router's prediction is in the mailbox, and its experts are copied ahead."""
     library.reset(delay=50)
     save_profile(make_machine(cpu=SLOW_CPU, gpu=4e-5, link=1e-6).profile, tmp_path / "p")
     config = OffloadConfig(
@@ -248,7 +248,7 @@ def test_a_lost_step_is_a_sentence_and_the_next_is_right(
 def test_a_step_that_the_gpu_gave_up_is_never_used(
     model: Any, executor: HybridExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answering thread stands still, as in a process that is stopped, and goes on later."""
+    """The answering thread stops, as in a suspended process, and continues later."""
     from tandem.devices.cuda import handing
 
     steps, expected = steps_of(executor), expected_of(model, prompts(1))

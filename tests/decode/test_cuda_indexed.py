@@ -1,6 +1,6 @@
-"""Models whose indexers select what attention sees, in slots on a GPU: on the CPU twin.
+"""Tests of models with indexers in a GPU's slots, on the CPU twin.
 
-The tiny models select 4 positions, so that all but the first tokens leave some out.
+The tiny models select 4 positions, so all but the first tokens skip some.
 """
 
 from typing import Any
@@ -75,7 +75,7 @@ def test_of_equal_scores_the_first_positions_are_seen() -> None:
 def test_residual_streams_are_mixed_by_kernels(
     find_kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In steps, which are done once before the first token; torch attends."""
+    """The kernels run in steps, which have a dry run before the first token; torch attends."""
     from tandem.triton_kernels.hyper_connections import TritonStreams
 
     model: Any = build_tiny_model("hy_v4")

@@ -1,4 +1,4 @@
-"""Attention with sinks and softcaps on the GPU's KV cache: as a whole, and in little memory."""
+"""Tests of attention with sinks and softcaps on the GPU's KV cache: results and memory."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ NUM_TOKENS, MOST_BYTES = 200, 1 << 17
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor that an operation returns."""
+    """Records the size of the largest tensor that an operation returns."""
 
     num_bytes = 0
 
@@ -32,7 +32,7 @@ class Largest(TorchDispatchMode):
 
 
 def read_prompt(window: int, softcap: float, sinks: Tensor | None) -> tuple[Tensor, int]:
-    """Attend a prompt and one token after it; return the results and the largest tensor's bytes."""
+    """Attend a prompt and one more token; return the results and the largest tensor's bytes."""
     generator = torch.Generator().manual_seed(0)
     form = AttentionForm(
         num_heads=8, num_kv_heads=2, key_dim=16, value_dim=16, scale=0.25, window=window,
@@ -45,7 +45,7 @@ def read_prompt(window: int, softcap: float, sinks: Tensor | None) -> tuple[Tens
         key, value = torch.randn(2, 2, count, 16, generator=generator)
         cache.expect(0)
         found = cache.attend(AttentionCall(form, query, key, value, sinks))
-        return found.view(count, 8 * 16).view(count, 8, 16)  # as models' code looks at it
+        return found.view(count, 8 * 16).view(count, 8, 16)  # as models' code reads it
 
     cache.begin(Segment(0, 0, NUM_TOKENS))
     with Largest() as largest:  # type: ignore[no-untyped-call]

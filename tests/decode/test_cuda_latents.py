@@ -1,4 +1,4 @@
-"""Latent attention in slots on a GPU: latents are kept once, for steps and for prompts."""
+"""Tests of latent attention in a GPU's slots: steps and prompts share one copy of the latents."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ PROMPTS = [[40, 41, 42, 43, 44], [50]]
 
 
 def require_latents(model: Any, most: float, **options: Any) -> CudaSlotPool:
-    """Compare prompts and steps with Transformers' own caches."""
+    """Compare prompts and steps with those of Transformers' caches."""
     pool = CudaSlotPool(model, 2, capacity=20, make_capture=TwinCapture, **options)
     require_alike(pool, model, PROMPTS, most=most)
     close(pool.prefill({0: [7, 8]}), prefill_again(model, pool.held(0)), most)
@@ -31,7 +31,7 @@ def prefill_again(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def kept_bytes(model: Any, itemsize: int = 4) -> int:
-    """Return what a token takes: a latent and a rotary key in each layer."""
+    """Return the bytes of a token: a latent and a rotary key in each layer."""
     config = model.config
     return (config.kv_lora_rank + config.qk_rope_head_dim) * itemsize * config.num_hidden_layers
 
@@ -86,7 +86,7 @@ def test_few_tokens_behind_a_long_text_attend_to_latents_as_they_are(
         monkeypatch.setattr(pool.cache, name, counted)
     config = model.config
     rank, of_keys = config.kv_lora_rank, config.qk_nope_head_dim
-    # Operations for each head and position: to expand it, and what each token takes more with it.
+    # Operations per head and position: to expand it, and the additional ones of each token.
     most = rank * (of_keys + config.v_head_dim) // (2 * rank - of_keys - config.v_head_dim)
     begins = [0, 60, 60 + most - 1, 60 + 2 * most - 1]
     for begin, end in zip(begins, [*begins[1:], len(text)], strict=True):

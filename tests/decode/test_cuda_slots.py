@@ -1,4 +1,4 @@
-"""The GPU's KV cache and captured steps on the CPU, with the twin of CUDA's graphs."""
+"""Tests of the GPU's KV cache and captured steps on the CPU, with the twin of CUDA's graphs."""
 
 import gc
 import weakref
@@ -53,7 +53,7 @@ def test_captured_pieces_give_the_models_logits(models: dict[str, Any], name: st
     assert rows.step.is_replaying, rows.step.why_not
     num_layers = len(runtime_in(model).store)
     assert rows.num_segments == num_layers + 1
-    # Experts run between the pieces; what is captured and compared beside answers nobody.
+    # Experts run between the segments; captured results of the comparison are not used.
     assert len(events) == num_layers * (len(PROMPTS) + len(TOKENS))
     for ours, theirs in zip(
         found, logits_of(PaddedBatch(model, PROMPTS, 0), 2, TOKENS), strict=True
@@ -69,7 +69,7 @@ def test_a_longer_reach_and_a_larger_cache_are_captured_anew(models: dict[str, A
     )
     torch.testing.assert_close(graphed.prefill(), plain.prefill())
     pieces = []
-    for step in range(20):  # passes 256 tokens: another reach, and more than was reserved
+    for step in range(20):  # exceeds 256 tokens: another attended length, more than reserved
         ours, theirs = graphed.decode([40 + step]), plain.decode([40 + step])
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
         pieces.append((graphed.cache.attended_length, graphed.step.is_replaying))
@@ -142,7 +142,7 @@ def test_rows_that_nobody_has_any_more_make_room_before_experts_do(
 
 @pytest.fixture(scope="module", params=["mixtral", "qwen3_5_moe", "jamba"])
 def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Keys and values alone; and with states of two kinds."""
+    """A model with keys and values only, and models with two kinds of states."""
     directory = save_tiny_checkpoint(tmp_path_factory.mktemp("any"), request.param)
     model = tandem.load(directory, dtype="float32")
     model.generation_config.eos_token_id = None
@@ -150,7 +150,7 @@ def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def test_slots_are_stepped_in_any_company(any_model: Any) -> None:
-    """The same tokens as alone; slots without a token in a step stay where they are."""
+    """Sequences give the same tokens together as alone; slots without a token are unchanged."""
     model, texts = any_model, {0: [40, 41, 42], 1: [60] * 5, 3: LONG[:70]}
     alone = {slot: CudaSlotPool(model, 1) for slot in texts}
     pool = CudaSlotPool(model, 4, make_capture=TwinCapture)
@@ -172,7 +172,7 @@ def test_slots_are_stepped_in_any_company(any_model: Any) -> None:
 def scheduled_answers(
     generator: Generator, prompts: Sequence[Sequence[int]], *, chunk_tokens: int
 ) -> tuple[dict[int, list[int | None]], int]:
-    """Answer on three slots: the tokens of each request, and how many of prompts were reused."""
+    """Answer on three slots; return each request's tokens and number of reused prompt tokens."""
     scheduler = generator.scheduler(3, chunk_tokens=chunk_tokens)
     tokens: dict[int, list[int | None]] = {}
     for number, prompt in enumerate(prompts):
@@ -187,7 +187,7 @@ def scheduled_answers(
 def test_requests_are_answered_alike_on_both_pools(
     any_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server's loop: five requests on three slots, prompts in parts, beginnings reused."""
+    """Run the server's loop: five requests, three slots, chunked prompts, reused prefixes."""
     prompts = [LONG[:150], [*LONG[:145], 60, 61], [70] * 3, [*LONG[:100], 90], [50, 51, 52]]
 
     expected = scheduled_answers(Generator(any_model, has_replay=False), prompts, chunk_tokens=40)

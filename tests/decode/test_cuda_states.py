@@ -1,4 +1,4 @@
-"""Models with states in slots on a GPU: what Transformers' own caches give, on the CPU twin."""
+"""Tests of models with states in a GPU's slots, against Transformers' caches, on the CPU twin."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_prompts_and_steps_are_the_models(name: str) -> None:
 def test_so_they_are_by_the_kernels(
     name: str, find_kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention stays in torch for all but one: its kernels have tests of their own."""
+    """Most models attend with torch here; the attention kernels have their own tests."""
     if name == "qwen3_5_moe":
         values = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
         model: Any = build_tiny_model(name, values=values)
@@ -66,7 +66,7 @@ def test_a_slot_goes_back_to_a_checkpoint(name: str) -> None:
     close(pool.decode({0: 77}), fresh.decode({0: 77}))
     fresh.keep(0, 0)
     close(pool.prefill({1: [33]}), fresh.prefill({0: [*LONG[:192], 33]}))
-    pool.copy(1, 0, 193)  # states as they are, without a checkpoint
+    pool.copy(1, 0, 193)  # the present states, without a checkpoint
     close(pool.decode({0: 77}), fresh.decode({0: 77}))
     pool.keep(0, 0)  # and begins again with zeros
     fresh.keep(0, 0)
@@ -78,7 +78,7 @@ def test_a_step_that_breaks_off_goes_back_to_a_checkpoint(monkeypatch: pytest.Mo
     pool = CudaSlotPool(model, 2)
     expected = pool.prefill({0: LONG[:120]})
     with monkeypatch.context() as patch:
-        patch.setattr(pool.cache, "commit", lambda: 1 / 0)  # the states have moved on
+        patch.setattr(pool.cache, "commit", lambda: 1 / 0)  # the states are at a later token
         with pytest.raises(ZeroDivisionError):
             pool.decode({0: 60})
     assert pool.held(0) == LONG[:112]

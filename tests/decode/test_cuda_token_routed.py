@@ -1,4 +1,4 @@
-"""Layers that are routed by token, in captured steps on the CPU twins: their experts come ahead."""
+"""Tests of layers routed by token in captured steps on CPU twins: experts are copied ahead."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ HASHED: dict[str, Any] = {
 def on_twins(
     model: Any, directory: Path, ahead: LookAhead | None = None, **options: Any
 ) -> Iterator[HybridExecutor]:
-    """Run a model's experts on the twins of a GPU by a slow CPU and a quick link."""
+    """Return a model on a GPU's twins, with a slow CPU and a fast link."""
     library = DriverLibrary(directory)
     library.reset(delay=50)
     machine = make_machine(cpu=SLOW_CPU, gpu=4e-5, link=1e-6, dense=1e-3)
@@ -72,7 +72,7 @@ def on_twins(
 
 
 def test_experts_that_tokens_choose_are_copied_ahead(tmp_path: Path) -> None:
-    """Also those of the first layer: without an option, and without a kernel for it."""
+    """The first layer's experts too, without an option and without a kernel."""
     directory = save_tiny_checkpoint(tmp_path / "hashed", "deepseek_v4", **HASHED)
     model: Any = tandem.load(directory, dtype="float32", expert_dtype="mxfp4")
     expected, statistics = expected_of(model, prompts(2)), CacheStatistics()
@@ -87,14 +87,14 @@ def test_experts_that_tokens_choose_are_copied_ahead(tmp_path: Path) -> None:
     before = [copy for event in events for copy in event.step_copies]
     assert {copy.layer for copy in before} == {0, 1}
     assert statistics.prefetch_issued >= len(before) > 4
-    # How many come in time is the machine's; that they are the right ones is not.
+    # How many arrive in time depends on the machine; which ones are copied does not.
     for two in zip(*[iter(events)] * 2, strict=True):
         copies = [copy for event in two for copy in (*event.step_copies, *event.plan.prefetch)]
         assert all(copy.expert in two[copy.layer].load.experts for copy in copies)
 
 
 def test_a_captured_step_asks_the_routers_that_tokens_do_not_decide(tmp_path: Path) -> None:
-    """Here the last one, which adds a bias to its scores."""
+    """Only the last router is predicted; it adds a bias to its scores."""
     values = {**HASHED, "num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 3}
     values |= {"mlp_layer_types": ["hash_moe"] * 2 + ["moe"]}
     directory = save_tiny_checkpoint(tmp_path / "asked", "deepseek_v4", **values)

@@ -1,4 +1,4 @@
-"""Layers whose experts are all on the device are captured whole, with the twin of CUDA's graphs."""
+"""Tests of capturing whole layers whose experts are all resident, with twins of CUDA graphs."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class WholeLayers:
-    """Layers that are all resident, of operations that the twin captures."""
+    """Resident layers, made of operations that the twin captures."""
 
     def __init__(self, cache: ExpertCache, functions: ExpertFunctions) -> None:
         self._store, self._functions = cache.store, functions
@@ -72,7 +72,7 @@ def test_a_model_that_fits_the_device_is_captured_whole(
     device = CudaDevice(LazyStreams(is_eager=True), TorchKernels(), on_busy=busy.append)
     monkeypatch.setattr(device, "resident", lambda cache: WholeLayers(cache, functions))
 
-    class Executor(CpuExecutor):  # what computes the prompt; it need not have a cache
+    class Executor(CpuExecutor):  # computes the prompt; it need not have a cache
         cache: Any = SimpleNamespace(store=runtime.store, clock=WallClock(), engine=None)
 
     before, executor = runtime.executor, Executor(runtime.store)
@@ -106,7 +106,7 @@ def test_a_model_that_fits_the_device_is_captured_whole(
 def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut pieces become whole when all experts have arrived; a size that was asked for is taken."""
+    """Segments are merged once all experts are resident; a requested capture size is used."""
     runtime = runtime_in(model)
     device = CudaDevice(LazyStreams(is_eager=True), TorchKernels())
     cache: Any = SimpleNamespace(store=runtime.store, clock=WallClock(), engine=object())
@@ -131,10 +131,10 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
         for step in range(18):
             layers.have_arrived = step >= 6
             if step == 12:
-                cache.engine = object()  # as a new size makes one
+                cache.engine = object()  # as for a new size
             rows.decode([50 + step] * len(PROMPTS))
             pieces.append(rows.num_segments)
-        # Slots that make room in the middle of a step take its pieces with them.
+        # Slots that shrink the cache in the middle of a step drop its segments.
         right, failures = GraphedLayers.end_step, iter([True])
 
         def scarce(self: GraphedLayers) -> None:

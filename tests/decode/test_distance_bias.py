@@ -1,4 +1,4 @@
-"""Attention with a bias by distance (Inkling and Inkling 2), near and beyond its extent."""
+"""Tests of attention with a distance bias (Inkling and Inkling 2), within and beyond its extent."""
 
 from typing import Any
 
@@ -28,14 +28,14 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def pool(model: Any, threads: CpuThreads, request: pytest.FixtureRequest) -> Any:
-    """Slots of a device; those of CUDA compute on the CPU, by torch, captured on the twin."""
+    """A pool of a device; for CUDA torch computes on the CPU, captured by the twin."""
     if request.param == "cpu":
         return CpuSlotPool(model, threads, 4)
     return CudaSlotPool(model, 4, make_capture=TwinCapture)
 
 
 def alone(model: Any, prompt: list[int], said: list[int]) -> Tensor:
-    """The logits after a prompt and after each token, by the model's own code and cache."""
+    """Return Transformers' logits of a prompt and of each token after it."""
     batch = PaddedBatch(model, [prompt], 0)
     return torch.stack([batch.prefill()[0], *(batch.decode([token])[0] for token in said)])
 
@@ -54,7 +54,7 @@ def test_prompts_in_chunks_and_replayed_steps(model: Any, pool: Any) -> None:
 
 
 def test_steps_by_the_kernels_of_a_gpu(find_kernels: Any) -> None:
-    """In Triton's interpreter: slots of other lengths, one of them beyond the extent."""
+    """Slots of different lengths, one beyond the extent, in Triton's interpreter."""
     model: Any = build_tiny_model("inkling", values={**VALUES, "rel_extent": 5})
     pool = CudaSlotPool(model, 2, find_kernels=find_kernels)
     prompts, said = [PROMPTS[0][:7], PROMPTS[1]], [[90, 40], [91, 41]]

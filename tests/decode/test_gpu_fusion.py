@@ -1,4 +1,4 @@
-"""A captured step in fewer launches: the model's logits, on the twin, with interpreted kernels."""
+"""Tests of fusion in captured steps: the model's logits, on the twin, with interpreted kernels."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tests.hf.tiny import save_tiny_checkpoint
 from tests.inside import runtime_in
 
 pytest.importorskip("triton")
-# While a twin captures, experts' results are whatever lies in memory.
+# During a twin's capture, the experts' results are arbitrary memory.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TOKENS = [50, 61, 72]
 PROMPTS = [[40, 41, 42]]
@@ -46,7 +46,7 @@ def load(directory: Path, name: str, dtype: str = "float32", **values: int) -> A
 
 
 def recorded(model: Any, find_kernels: Any) -> tuple[CudaSlotPool, RecordedGraph]:
-    """Record a step of one row, in fewer launches; return it with the pool whose it is."""
+    """Record a fused step of one token; return it with its pool."""
     pool = CudaSlotPool(model, 1, capacity=20, find_kernels=find_kernels)
     pool.prefill({0: PROMPTS[0]})
     pool.cache.begin_decode({0: 1}, 1)
@@ -73,7 +73,7 @@ def test_a_step_in_fewer_launches_gives_the_models_logits(
 
 
 class Noted:
-    """Stands in a kernel's place, launches it, and notes what it would be compiled for."""
+    """Replaces a kernel: launches it, and records the key that it would be compiled for."""
 
     def __init__(self, kernel: Any, seen: set[str]) -> None:
         self._kernel, self._seen = kernel, seen
@@ -147,7 +147,7 @@ def test_kernels_of_a_step_are_met_before_the_first_one(
 
 
 def launches_of(operation: Operation) -> int:
-    """Return how many kernels an operation launches: none where its result is a view."""
+    """Return how many kernels an operation launches; none if its result is a view."""
     schema = operator_schema(operation.function)
     if schema is not None and any(r.alias_info is not None for r in schema.returns):
         return 0
@@ -155,7 +155,7 @@ def launches_of(operation: Operation) -> int:
 
 
 def layers_of(operations: Any) -> list[list[Operation]]:
-    """Return what lies between the experts of two layers, layer by layer."""
+    """Return the operations between the experts of consecutive layers."""
     layers: list[list[Operation]] = [[]]
     for operation in operations:
         if operation.name == EXPERTS:
@@ -177,7 +177,7 @@ def test_a_layer_of_qwen3_moe_is_few_launches_outside_its_experts(
 
 
 def test_packed_projections_of_one_input_are_one_launch(tmp_path: Path, find_kernels: Any) -> None:
-    """Queries, keys and values: two launches less a layer; the logits are as good as before."""
+    """Queries, keys and values share a launch: two fewer per layer, with logits as accurate."""
     directory = save_tiny_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     model = tandem.load(directory, dtype="float32")
     pack_for_device(model, find_format("int8"), on_device(torch.device("cpu")))
@@ -201,7 +201,7 @@ def test_a_layer_of_linear_attention_is_few_launches_outside_its_experts(
 
 
 def test_a_recurrence_reads_keys_that_heads_share_without_repeating_them(find_kernels: Any) -> None:
-    """As models of Transformers before 5.23 repeat them; drafted tokens are logged as before."""
+    """Models of Transformers before 5.23 repeat such keys; drafted tokens are still logged."""
     from tandem.triton_kernels.states import TritonStates
 
     operation = Recurrence(RecurrenceForm(4, 4, 16, 16, "head", is_delta=True, is_normalised=True))

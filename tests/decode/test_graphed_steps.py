@@ -1,4 +1,4 @@
-"""Captured steps by themselves, with the twin of CUDA's graphs."""
+"""Tests of captured steps alone, with the twin of CUDA's graphs."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,14 +9,14 @@ import torch
 
 from tandem.decode.cuda.graphs import CapturedStep, new_graphed_step
 from tandem.kernels.opaque_calls import opaque
-from tests.decode.twin_capture import TwinCapture, looks
+from tests.decode.twin_capture import TwinCapture, read_on_host
 
 
 def test_a_step_that_cannot_be_captured_stays_the_models_and_says_why() -> None:
     x = torch.zeros(4)
 
     def step() -> torch.Tensor:
-        return x * 2 if looks(x) else x + 1
+        return x * 2 if read_on_host(x) else x + 1
 
     graphed = new_graphed_step(step, 1e-2, TwinCapture)
     with pytest.warns(UserWarning, match=r"own code, slower: called a synchronizing"):

@@ -1,4 +1,4 @@
-"""Embeddings that stay on the host beside a GPU: the same logits, in captured steps and prompts."""
+"""Tests of embeddings on the host beside a GPU: equal logits in captured steps and prompts."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ PROMPTS, TOKENS = [[40, 41, 42], [50, 51]], [60, 71, 82, 93, 104]
 
 
 def on_host(directory: Path, **options: Any) -> tuple[Any, Any]:
-    """Return a model, and the same one with its embeddings on the host."""
+    """Return a model, and the same model with its embeddings on the host."""
     model, other = (tandem.load(directory, dtype="fp32", **options) for _ in range(2))
     keep_embeddings_on_host(other, other.device)
     return model, other

@@ -1,4 +1,4 @@
-"""Residual streams in slots: modules and lines of models' code that are native operations."""
+"""Tests of residual streams in slots: modules and code of models become native operations."""
 
 from collections import Counter
 from functools import partial
@@ -20,10 +20,10 @@ from tests.decode.whole_pool import require_alike
 
 pytestmark = pytest.mark.every_isa(first_of="name")
 
-# Of each model: modules that mix streams into an input, and those whose way back is known, a layer;
-# whether its output head is one of the former, too.
+# For each model: modules per layer that mix streams into an input, and known ways back;
+# whether its output head is one of the former.
 MODELS = {"deepseek_v4": (2, 2, 1), "glm5_next": (2, 2, 0), "hy_v4": (2, 0, 1)}
-# Of one length: the own code of some models takes what pads a prompt for a part of it.
+# Of one length, because the code of some models treats padding as part of a prompt.
 PROMPTS = [[32 + (slot + i * 7) % 96 for i in range(37)] for slot in range(3)]
 
 
@@ -31,7 +31,7 @@ PROMPTS = [[32 + (slot + i * 7) % 96 for i in range(37)] for slot in range(3)]
 def test_prompts_and_recorded_steps(
     name: str, threads: CpuThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's own code gives the same, and each mixing is one call, of prompts too."""
+    """Prompts and steps give Transformers' results, and each mixing is one native call."""
     called = Counter[str]()
 
     def counted(kind: str, function: Any, *args: Any) -> Any:
@@ -55,7 +55,7 @@ def test_prompts_and_recorded_steps(
 
 
 def weights_of(streams: Tensor, threads: CpuThreads) -> tuple[Any, Any, Tensor]:
-    """Stand-ins of the weights of an output and of the mixture, and the weights."""
+    """Return modules that stand for the weights of outputs and mixtures, and these weights."""
     n = streams.shape[-2]
     weights = torch.rand(*streams.shape[:-2], n + n * n)
     back = _WayBack(_CpuStreams(threads), weights, streams)

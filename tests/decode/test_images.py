@@ -1,4 +1,4 @@
-"""Prompts with images in sequence slots: what Transformers' own `generate` gives."""
+"""Tests of prompts with images in sequence slots, against Transformers' `generate`."""
 
 from typing import Any
 
@@ -107,7 +107,7 @@ def test_a_conversation_goes_on_behind_its_images(one_model: Any, threads: CpuTh
     assert shared == len(before.keys)
     close(read(pool, 0, whole, shared), expected)
     close(pool.decode({0: 60}), fresh.decode({0: 60}))
-    # and without images: a slot's later positions are its tokens' numbers again
+    # and without images: a slot's later positions equal its token indices again
     pool.keep(0, 0)
     pool.show(0, None)
     pool.prefill({0: [70, 71]})

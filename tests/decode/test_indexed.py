@@ -1,6 +1,6 @@
-"""Models whose indexers select what attention sees: slots give what Transformers computes.
+"""Tests of models with indexers in slots, against Transformers.
 
-The tiny models select 4 positions, so that all but the first steps leave some out.
+The tiny models select 4 positions, so all but the first steps skip some.
 """
 
 import copy
@@ -28,7 +28,7 @@ NAMES = [name for name in _KINDS if name in architectures()]
 
 
 class Own:
-    """One sequence in Transformers' own cache."""
+    """One sequence in a cache of Transformers."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.argument = model, cache_argument(model)
@@ -36,7 +36,7 @@ class Own:
 
     @torch.no_grad()
     def next(self, tokens: list[int]) -> Tensor:
-        """Return the logits after more tokens: (vocabulary,)."""
+        """Return the logits after more tokens, (vocabulary,)."""
         outputs = self.model(torch.tensor([tokens]), use_cache=True, **{self.argument: self.cache})
         logits: Tensor = outputs.logits[0, -1]
         return logits
@@ -55,7 +55,7 @@ def decode_and_compare(pool: Any, own: dict[int, Own], count: int) -> None:
 
 
 def filled(pool: Any, model: Any, lengths: list[int]) -> list[Own]:
-    """Let slots hold prompts of some lengths, each compared with Transformers' own."""
+    """Fill slots with prompts of these lengths, and compare each with Transformers."""
     prompts = {slot: tokens_of(slot, length) for slot, length in enumerate(lengths)}
     logits = pool.prefill(prompts)
     own = [Own(model) for _ in lengths]
@@ -121,7 +121,7 @@ def test_sizes_from_a_config_have_the_index_keys(threads: CpuThreads) -> None:
     assert kv_sizes_of(model.config, torch.float32).bytes_of(512) == pool.cache.num_bytes
 
 
-# Released models have layers that see what the layer before them selected; Mistral's may also have
+# Released models have layers that reuse the previous layer's selection; Mistral's may also use
 # the keys of an earlier one.
 SHARING: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "shared"]},
@@ -153,7 +153,7 @@ def test_layers_share_what_was_selected_and_keys(name: str, threads: CpuThreads)
 
 
 def test_an_indexer_of_another_kind_is_refused(threads: CpuThreads) -> None:
-    """Six tokens would not show it: a trial selects them all where 2048 may be seen."""
+    """A trial of six tokens would not detect it: all of up to 2048 positions are selected."""
     scores: Any = IndexScores(lambda *args: torch.zeros(0), torch.zeros(1, 3, 8))
     query = torch.zeros(1, 3, 2, 8)
     with pytest.raises(UnknownIndexerError, match="calls softmax"):

@@ -1,4 +1,4 @@
-"""Windows that keep prompts (Unlimited-OCR): what is decoded slides out, a prompt never does."""
+"""Tests of windows that keep prompts (Unlimited-OCR): only decoded tokens slide out."""
 
 from typing import Any
 
@@ -30,12 +30,12 @@ def device(request: pytest.FixtureRequest) -> Any:
 
 
 def pool_of(model: Any, threads: CpuThreads, device: str) -> Any:
-    """Slots of a device; those of CUDA compute on the CPU, by torch."""
+    """Return the slots of a device; for CUDA torch computes on the CPU."""
     return CpuSlotPool(model, threads, 3) if device == "cpu" else CudaSlotPool(model, 3)
 
 
 def alone(model: Any, prompt: list[int], said: list[int]) -> list[Tensor]:
-    """The logits after a prompt and after each token, by the model's own code and cache."""
+    """Return Transformers' logits of a prompt and of each token after it."""
     batch = PaddedBatch(model, [prompt], 0)
     return [batch.prefill()[0], *(batch.decode([token])[0] for token in said)]
 
@@ -56,7 +56,7 @@ def test_prompts_in_chunks_stay_and_decoded_tokens_slide(
 
 
 def test_steps_by_the_kernels_of_a_gpu(model: Any, find_kernels: Any) -> None:
-    """In Triton's interpreter: of the tokens that are decoded two slide out."""
+    """Two of the decoded tokens slide out, in Triton's interpreter."""
     pool = CudaSlotPool(model, 1, find_kernels=find_kernels)
     found = [pool.prefill({0: PROMPT[:3]})[0].clone(), *decoded(pool, 0, SAID[:6])]
     close(torch.stack(found), torch.stack(alone(model, PROMPT[:3], SAID[:6])))
@@ -64,7 +64,7 @@ def test_steps_by_the_kernels_of_a_gpu(model: Any, find_kernels: Any) -> None:
 
 @every_isa
 def test_a_slot_goes_back_and_on(model: Any, threads: CpuThreads, device: str) -> None:
-    """Drafts are taken back behind what has slid out; a copied slot knows its prompt."""
+    """Drafts are taken back after tokens have slid out; a copied slot keeps its prompt."""
     pool = pool_of(model, threads, device)
     pool.prefill({0: PROMPT[:9]})
     decoded(pool, 0, SAID[:10])
@@ -95,7 +95,7 @@ def test_a_prompt_goes_on_from_what_saw_all_before_it(
 
 @every_isa
 def test_what_a_window_has_left_is_not_moved(model: Any, threads: CpuThreads) -> None:
-    """Segments on disk are of prompts: none has tokens that did not see all before them."""
+    """Disk segments belong to prompts, whose tokens attended to everything before them."""
     pool = CpuSlotPool(model, threads, 2)
     pool.prefill({0: PROMPT[:30]})
     decoded(pool, 0, SAID)

@@ -1,4 +1,4 @@
-"""The KV cache under a model: int8 is near, and what does not fit is refused with its size."""
+"""Tests of the KV cache under a model: accuracy of int8, and errors that name sizes."""
 
 from typing import Any
 
@@ -44,14 +44,14 @@ def test_a_kv_cache_larger_than_memory_is_refused_with_its_size(
     before = slots.decode([50, 51]).clone()
     with pytest.raises(CapacityError):
         slots.cache.pretend(int((2 << 20) / per_token))
-    slots.cache.truncate(0, 2)  # it goes on with what it has
+    slots.cache.truncate(0, 2)  # it continues with the present capacity
     slots.cache.truncate(1, 2)
     torch.testing.assert_close(slots.decode([50, 51]), before)
 
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let rings go round after some dozens of tokens."""
+    """Make the rings small, so that they wrap around after some dozens of tokens."""
     monkeypatch.setattr("tandem.hf.kv_sizes.MARGIN_TOKENS", 16)
     monkeypatch.setattr("tandem.hf.kv_sizes.GRANULE_TOKENS", 64)
 

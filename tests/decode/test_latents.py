@@ -1,4 +1,4 @@
-"""Latent attention in slots keeps latents: what comes out is what Transformers' own caches give."""
+"""Tests of latent attention in slots that store latents, against Transformers' caches."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ LONG = [32 + i * 7 % 96 for i in range(90)]
 
 
 def with_packed_latents(model: Any, fmt: str, threads: CpuThreads, *, in_order: bool = True) -> Any:
-    """Pack what expands latents, perhaps with columns in another order."""
+    """Pack the projections that expand latents, optionally with permuted columns."""
     for module in model.modules():
         if hasattr(module, "expand_kv"):
             weight = module.kv_b_proj.weight
@@ -56,7 +56,7 @@ def test_packed_projections_are_absorbed(
     tiny: Any = build_tiny_model("deepseek_v3", values=sizes)
     model = with_packed_latents(tiny, fmt, threads, in_order=in_order)
     pool = CpuSlotPool(model, threads, 2)
-    # In steps queries and what was attended are rounded, where latents were.
+    # In steps queries and attended values are rounded, in prompts latents.
     require_alike(pool, model, [LONG[:33], [50]], most_of_steps=0.02)
 
 
@@ -100,7 +100,7 @@ def test_what_is_taken_out_is_put_into_another_slot(threads: CpuThreads) -> None
     model: Any = build_tiny_model("deepseek_v3")
     pool, fresh = (CpuSlotPool(model, threads, 2) for _ in range(2))
     pool.prefill({0: LONG[:64]})
-    pool.prefill({1: LONG[9:70]})  # another text, whose expanded keys are of no use then
+    pool.prefill({1: LONG[9:70]})  # another text, for which the expanded keys are useless
     moving = pool.moving
     assert moving is not None
     data = moving.take_out(0, 0, 48)

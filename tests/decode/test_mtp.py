@@ -1,4 +1,4 @@
-"""MTP layers: found in a checkpoint, computed as torch does it, and used to draft."""
+"""Tests of MTP layers: found in a checkpoint, computed as by torch, and used to draft."""
 
 import copy
 from pathlib import Path
@@ -64,15 +64,15 @@ IDS = [40, 41, 50, 60, 33, 90, 91, 77, 40, 41]
 
 
 class WithMtp:
-    """A checkpoint of two layers with MTP layers, which a longer model has as its last ones.
+    """A checkpoint of two layers plus MTP layers, which are the last layers of a longer model.
 
-    `reference` gives what one makes of embeddings, in torch.
+    `reference` computes an MTP layer in torch.
     """
 
     def __init__(
         self, directory: Path, name: str, num_layers: int = 1, *, is_right: bool = False
     ) -> None:
-        """Write it; with `is_right` a token tells by itself what comes next, to all layers."""
+        """Write the checkpoint; with `is_right` every layer predicts the next token correctly."""
         self.directory, self.num_layers = directory, num_layers
         (prefix, names), values = MODELS[name]
         class_name = "Qwen3_5MoeForCausalLM" if name == "qwen3_5_moe" else ""
@@ -89,7 +89,7 @@ class WithMtp:
         model.save_pretrained(directory)
         byte_tokenizer().save_pretrained(directory)
         tensors = load_file(directory / "model.safetensors")
-        if prefix == UNDER[0]:  # what is beside them is one for all
+        if prefix == UNDER[0]:  # tensors beside them are shared
             self.parts = self.parts[:1] * num_layers
         for depth, parts in enumerate(self.parts):
             at = prefix.format(2 + depth if prefix == BEHIND[0] else depth)
@@ -138,7 +138,7 @@ class WithMtp:
 
     @torch.no_grad()
     def reference(self, ids: list[int], hidden: Tensor, depth: int = 0) -> Tensor:
-        """Return the logits after each of some ids, given what was made of those before."""
+        """Return the logits after each id, given the hidden states before it."""
         alone: Any = copy.deepcopy(self.model)
         parts, layer = self.parts[depth], alone.model.layers[2 + depth]
         for module in layer.modules():
@@ -179,19 +179,19 @@ def test_the_layer_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
 
 
 class Reference:
-    """Transformers' own MTP layers of a checkpoint, all computed again for each draft."""
+    """Transformers' own MTP layers of a checkpoint, computed from scratch for each draft."""
 
     def __init__(self, directory: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         from transformers.modeling_layers import MtpModel  # the oldest supported has none
 
-        # Otherwise released models' numbers.
+        # Otherwise the released models' values.
         self.model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[2-9]\."]
         self.mtp: Any = MtpModel.from_pretrained(self.model)
 
     @torch.no_grad()
     def draft(self, tokens: list[int]) -> list[int]:
-        """Return one token by each layer after a sequence."""
+        """Return the token that each layer drafts after a sequence."""
         from transformers.cache_utils import MtpCache
 
         ids = torch.tensor([tokens])
@@ -204,7 +204,7 @@ class Reference:
 
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_layers_draft_what_transformers_drafts(num_layers: int, tmp_path: Path) -> None:
-    """Rounds of two sequences, of which none to all drafted tokens come true, then a third one."""
+    """Draft in rounds for two sequences that accept none to all tokens, then for a third one."""
     WithMtp(tmp_path, "deepseek_v3", num_layers)
     reference = Reference(tmp_path)
     model = tandem.load(tmp_path, dtype="float32", threads=1)
@@ -229,7 +229,7 @@ def test_layers_draft_what_transformers_drafts(num_layers: int, tmp_path: Path) 
     again = [*texts[0][:12], *torch.randint(32, 120, (8,), generator=random).tolist()]
     pool.keep(0, 12)
     pool.prefill({0: again[12:-1]})
-    # What was made of the last token before them is gone, so that drafts may be others.
+    # The hidden state of the last token is lost, so drafts may differ.
     assert len(drafter.draft({0: again}, {0: 3}, 0.0)[0].tokens) == 3
 
 
@@ -306,7 +306,7 @@ def test_layouts() -> None:
 def test_a_step_on_a_gpu_tells_what_the_head_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the twin: the same as on the CPU, so that the layer drafts as well beside a GPU."""
+    """The twin's layer drafts the same tokens as on the CPU."""
     monkeypatch.setattr("tandem.policy.speculation.paid_drafts._TRIALS", 10**6)
     WithMtp(tmp_path, "deepseek_v3")
     model = tandem.load(tmp_path, dtype="float32", threads=1)

@@ -1,7 +1,7 @@
-"""Inkling's MTP layers, in the layout of its checkpoints, against Transformers' own layers.
+"""Tests of Inkling's MTP layers, in its checkpoints' layout, against Transformers' layers.
 
-Hidden states come first, embeddings without the model's norm; the head reads what a layer makes,
-with a norm behind all of them or without.
+The layer's input has hidden states first, then embeddings without the model's norm. The head reads
+the layer's output, with or without a final norm.
 """
 
 from pathlib import Path
@@ -47,7 +47,7 @@ BESIDE = {
 
 
 class WithMtp:
-    """A tiny model with two MTP layers in a directory, and Transformers' own of the same values."""
+    """A directory with a tiny model and two MTP layers, and the same layers in Transformers."""
 
     def __init__(self, directory: Path, *, is_normed: bool) -> None:
         from transformers.modeling_layers import MtpModel  # the oldest supported has none
@@ -84,9 +84,9 @@ class WithMtp:
 
     @torch.no_grad()
     def made(self, depth: int, ids: list[int], hidden: Tensor) -> Tensor:
-        """Return what a layer makes of ids and of what was made of those before, (n, width).
+        """Return a layer's output for ids and the previous layer's output, (n, width).
 
-        Without Transformers' masks: 5.24 forgets the window of these layers in prompts.
+        Transformers' masks are not used: 5.24 ignores these layers' window in prompts.
         """
         config, places = self.mtp.config, torch.arange(len(ids))
         distance = places[:, None] - places
@@ -101,13 +101,13 @@ class WithMtp:
 
     @torch.no_grad()
     def logits(self, made: Tensor) -> Tensor:
-        """Return what the model's head says of what a layer made."""
+        """Return the head's logits of a layer's output."""
         logits: Tensor = self.mtp._project_to_logits(made)
         return logits
 
     @torch.no_grad()
     def draft(self, tokens: list[int]) -> list[int]:
-        """Return one token by each layer after a sequence."""
+        """Return the token that each layer drafts after a sequence."""
         drafted: list[int] = []
         hidden = self.model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
         for depth in range(NUM_LAYERS):

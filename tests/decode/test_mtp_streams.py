@@ -1,4 +1,4 @@
-"""DeepSeek-V4's MTP layer, which reads all residual streams: computed as plain torch does it."""
+"""Tests of DeepSeek-V4's MTP layer, which reads all residual streams, against plain torch."""
 
 import json
 from pathlib import Path
@@ -37,10 +37,10 @@ RATIOS = {"sliding": 0, "sparse": 4, "heavy": 128}
 
 
 class Reference:
-    """Transformers' layers and plain torch around the one for MTP, in fp32."""
+    """Transformers' layers, and the MTP layer in plain torch, in fp32."""
 
     def __init__(self, decoded: Path) -> None:
-        """Take the values of a released checkpoint: the MTP layer as one more of the model's."""
+        """Read a released checkpoint's weights: its MTP layer is the last of the model's layers."""
         directory = decoded.parent / f"{decoded.name}-longer"
         tensors = load_file(decoded / "model.safetensors")
         self.parts = {
@@ -62,7 +62,7 @@ class Reference:
 
     @torch.no_grad()
     def streams(self, ids: list[int]) -> Tensor:
-        """Return the model's streams after each of some ids, (n, streams, width)."""
+        """Return the model's residual streams after each id, (n, streams, width)."""
         made: list[Tensor] = []
         last = self.model.model.layers[-1]
         hook = last.register_forward_hook(lambda _, args, out: made.append(out[0]))
@@ -72,7 +72,7 @@ class Reference:
 
     @torch.no_grad()
     def made(self, ids: list[int], streams: Tensor) -> Tensor:
-        """Return the layer's streams of ids, each with the streams of the token before it."""
+        """Return the MTP layer's streams for ids, each with the previous token's streams."""
         config, decoder = self.model.config, self.model.model
         e = self._normed(decoder.embed_tokens(torch.tensor(ids)), "enorm") @ self._matrix("e_proj")
         x = e[:, None] + self._normed(streams, "hnorm") @ self._matrix("h_proj")
@@ -115,7 +115,7 @@ class Reference:
 
 
 def write(directory: Path, kind: str = "sliding") -> tuple[Path, Path]:
-    """Return a released checkpoint whose MTP layer attends in some way, and its decoded values."""
+    """Write a released checkpoint with one kind of MTP attention; return its decoded weights."""
     ratios = [*CONFIG["compress_ratios"][:-1], RATIOS[kind]]
     config = CONFIG | {"compress_ratios": ratios}
     tensors = released_tensors(directory / "model", tiny_model(config))
@@ -154,7 +154,7 @@ def twin_pool(model: Any) -> CudaSlotPool:
 
 @pytest.mark.parametrize("new_pool", [cpu_pool, twin_pool])
 def test_it_drafts_what_torch_drafts(new_pool: Any, tmp_path: Path) -> None:
-    """Also further tokens, each from the streams that the layer itself has made last."""
+    """Later drafts are computed from the layer's own output streams."""
     _, decoded = write(tmp_path)
     reference = Reference(decoded)
     model = tandem.load(decoded, dtype="float32", threads=1)

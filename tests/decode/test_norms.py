@@ -1,4 +1,4 @@
-"""Norms that are native while a prompt runs: the same rows, and the module's own otherwise."""
+"""Tests of norms that are native during a prompt and the module's own otherwise."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ SIZE = 192
 
 
 def native(module: Any, *args: Tensor) -> Tensor | None:
-    """Norm as a module does while a prompt runs; None: by its own code."""
+    """Apply a norm as during a prompt; return None if the module's own code ran."""
     assert NORM.matches(module)
     with PromptOperations(two_threads()):
         result: Tensor | None = NORM.forward(module, *args)
@@ -61,7 +61,7 @@ def test_gated_rows_are_the_modules(name: str, dtype: torch.dtype, num_rows: int
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for gate in (wide[..., :size].contiguous(), wide[..., size:]):  # the second is a slice
         actual = native(module, x, gate)
-        if actual is None:  # groups of a slice lie unevenly apart
+        if actual is None:  # groups of a slice have irregular strides
             assert not gate.is_contiguous()
         else:
             torch.testing.assert_close(actual, module(x, gate), rtol=tolerance, atol=tolerance)
@@ -77,7 +77,7 @@ def test_a_slice_is_native_and_rows_unevenly_apart_are_the_modules() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 3, 1500])
 def test_norms_without_weights_and_with_weights_in_fp32(dtype: torch.dtype, num_rows: int) -> None:
-    """DeepSeek-V4's, of heads before tokens too: the first one rounds the factor of a row."""
+    """DeepSeek-V4 has both kinds, and applies them to (heads, tokens) and (tokens, heads)."""
     bare, weighted = DeepseekV4UnweightedRMSNorm(1e-6), norm(DeepseekV4RMSNorm, torch.float32)
     x = torch.randn(2, num_rows, 3, SIZE).to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2

@@ -1,4 +1,4 @@
-"""Torch functions that are native while a prompt runs: what torch gives, without torch."""
+"""Tests of torch functions that are native during a prompt, against torch."""
 
 import importlib
 from collections import Counter
@@ -49,7 +49,7 @@ def _choice(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def distinct(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return values that are no ties, which bf16 would make of random ones."""
+    """Return distinct values: random ones would be equal in bf16."""
     order = torch.rand(shape).argsort(-1)
     return (order / 16 - 2).to(dtype)
 

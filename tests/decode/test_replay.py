@@ -1,4 +1,4 @@
-"""Decode steps from a recorded graph equal the model's own; others say why they cannot be."""
+"""Tests of recorded decode steps, against the model's own; the others give a reason."""
 
 from functools import partial
 from typing import Any
@@ -100,7 +100,7 @@ def test_one_step_that_differs_is_the_models_and_does_not_end_it() -> None:
 
     def step() -> torch.Tensor:
         calls[0] += 1
-        return x + (1 if calls[0] == 3 else 0)  # as a router that chooses between equals
+        return x + (1 if calls[0] == 3 else 0)  # as for a router that chooses between equal scores
 
     replayed = ReplayedStep(step, partial(record_step, step, [x]), 1e-3)
     results = []
@@ -198,7 +198,7 @@ def test_another_executor_is_recorded_anew(packed: Any) -> None:
         assert rows.step.is_replaying
         so_far = Counting.calls
         rows.decode([50])
-        assert Counting.calls > so_far  # a class of its own is not taken for CpuExecutor
+        assert Counting.calls > so_far  # a subclass is not treated as CpuExecutor
     finally:
         runtime.use(before)
 

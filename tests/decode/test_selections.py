@@ -1,4 +1,4 @@
-"""What an indexer selects in a recorded step is what `IndexStore` selects."""
+"""Tests of an indexer's selection in recorded steps, against `IndexStore`."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_native_selections(dtype: torch.dtype, has_weights: bool, lengths: list[
     torch.manual_seed(len(lengths))
     store, new = IndexStore(SLOTS), NewIndexKeys(0, Selection(0.25, MOST))
     store.reserve(CAPACITY, 0)
-    for slot, length in enumerate(lengths):  # what the slots hold; some of it alike
+    for slot, length in enumerate(lengths):  # the slots' contents; some are equal
         positions = torch.arange(length + 1)
         keys = torch.randn(length + 1, DIM).to(dtype)
         keys[1:4] = keys[:1]
@@ -57,7 +57,7 @@ def test_native_selections(dtype: torch.dtype, has_weights: bool, lengths: list[
 
 @pytest.mark.parametrize("lengths", [[0, 26, 27], [3, 28, 699], [99, 30, 31]])
 def test_keys_of_blocks_are_selected_by_their_numbers(lengths: list[int]) -> None:
-    """A key comes with the last token of each block; with others come keys that are nothing."""
+    """A block's key exists at its last token; keys at other tokens are ignored."""
     block, positions = 4, torch.tensor(lengths)
     store = IndexStore(SLOTS)
     new = NewIndexKeys(0, Selection.of_keys(0.25, MOST, block))

@@ -1,4 +1,4 @@
-"""A shallow copy steps a model's tensors, leaves the model alone and follows what changes in it."""
+"""Tests of shallow copies: they share a model's tensors, follow changes, and change nothing."""
 
 from typing import Any
 
@@ -80,5 +80,5 @@ def test_what_is_substituted_is_the_copys_alone(
     copy = ShallowCopy(model).model
     x = torch.ones(1, norm.weight.shape[0])
     assert torch.equal(copy.model.norm(x), 2 * x)
-    assert torch.equal(copy.model.norm(x * 0), norm(x * 0))  # None: the model's own computes
+    assert torch.equal(copy.model.norm(x * 0), norm(x * 0))  # None: the model's own function
     assert torch.equal(norm(x), type(norm).forward(norm, x))

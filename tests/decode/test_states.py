@@ -1,4 +1,4 @@
-"""Models with states beside keys and values: slots give what Transformers' own caches give."""
+"""Tests of models with states beside keys and values in slots, against Transformers' caches."""
 
 import inspect
 import logging
@@ -17,7 +17,7 @@ from tests.decode.whole_pool import WholePool, close, cpu_pool, require_alike
 
 pytestmark = pytest.mark.every_isa(first_of="name")
 
-# One of each family of operations, and those that people run.
+# One of each family of operations, and commonly used models.
 NAMES = ["qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2_moe", "qwen4_exp"]
 LONG = [32 + i * 7 % 96 for i in range(200)]
 
@@ -114,7 +114,7 @@ def test_another_slot_takes_over_a_beginning(length: int, threads: CpuThreads) -
     assert pool.usable(0, length) == length
     pool.copy(0, 1, length)
     close(pool.prefill({1: [90, 91]}), fresh.prefill({0: [*LONG[:length], 90, 91]}))
-    # the slot that was copied has lost nothing
+    # the slot that was copied is unchanged
     close(pool.decode({0: 77}), fresh.prefill({1: [*LONG[:123], 77]}))
 
 
@@ -133,7 +133,7 @@ def test_a_step_that_breaks_off_goes_back_to_a_checkpoint(
     close(pool.prefill({1: [50]}), expected[1:])
     pool.keep(0, 0)
     expected = pool.prefill({0: LONG[:120]})
-    monkeypatch.setattr(pool.cache, "commit", lambda: 1 / 0)  # the states have moved on
+    monkeypatch.setattr(pool.cache, "commit", lambda: 1 / 0)  # the states are at a later token
     with pytest.raises(ZeroDivisionError):
         pool.decode({0: 60})
     monkeypatch.undo()
@@ -192,7 +192,7 @@ def test_checkpoints_inside_a_prompt_do_not_change_its_bits(
     assert uncut.usable(0, 199) == 0
     assert torch.equal(logits, expected)
     assert torch.equal(cut.decode({0: 60}), uncut.decode({0: 60}))
-    # from a checkpoint inside it too, but for torch's products of other numbers of rows
+    # also from a checkpoint inside it, apart from torch's products of other batch sizes
     close(continued(cut, 0, 72, LONG[72:]), expected[-1:])
 
 
@@ -205,7 +205,7 @@ def test_forwards_are_the_classes_own_elsewhere() -> None:
     assert with_functions(type(model.lm_head).forward) is None
     names = inspect.unwrap(kind.forward).__globals__.keys()
     assert names >= FUNCTIONS.keys() & {"causal_conv1d_fn"}
-    # without a state of ours it is the model's own forward
+    # without a state of Tandem's the model's own forward runs
     hidden = torch.randn(1, 5, 64)
     layer = model.model.layers[0].linear_attn
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""While Tandem steps a model, another thread runs it with Transformers' attention and norms."""
+"""Tests of a second thread that runs a model in Transformers while Tandem steps it."""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 60
 
 
 class Gate:
-    """Stands before Tandem's attention and lets another thread work while a forward is inside."""
+    """Wraps Tandem's attention and lets another thread run during a forward."""
 
     def __init__(self, meanwhile: Callable[[], Any]) -> None:
         self._meanwhile = meanwhile
@@ -35,8 +35,8 @@ class Gate:
         return attention_forward(module, query, *args, **kwargs)
 
 
-def plainly(model: Any) -> tuple[list[int], Tensor]:
-    """Return what Transformers itself generates, and the prompt's logits."""
+def by_transformers(model: Any) -> tuple[list[int], Tensor]:
+    """Return Transformers' own generated tokens, and the prompt's logits."""
     ids = torch.tensor([PROMPT])
     with torch.inference_mode():
         written = model.generate(ids, max_new_tokens=NUM_NEW, do_sample=False)
@@ -51,9 +51,9 @@ def test_another_threads_generate_is_transformers_own(
 ) -> None:
     model: Any = build_tiny_model(name)
     model.generation_config.eos_token_id = None
-    expected_tokens, expected_logits = plainly(model)
+    expected_tokens, expected_logits = by_transformers(model)
     alone = tandem.Generator(model).generate([PROMPT], max_new_tokens=NUM_NEW)[0]
-    gate = Gate(lambda: plainly(model))
+    gate = Gate(lambda: by_transformers(model))
     monkeypatch.setattr(attention, "attention_forward", gate)
     beside = tandem.Generator(model).generate([PROMPT], max_new_tokens=NUM_NEW)[0]
     ((tokens, logits),) = gate.answers

@@ -1,8 +1,8 @@
 """CUDA graphs without CUDA: the CPU twin of `CudaCapture`.
 
-A piece is the list of ATen operations that were done; a replay does them again and puts every
-result where the first one lay. As with CUDA, nothing between the pieces is repeated, and code that
-looks at values cannot be captured.
+A graph segment is a list of the ATen operations that ran. A replay runs them again and writes each
+result to its original memory. As with CUDA, code between segments is not repeated, and code that
+reads values on the host cannot be captured.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _LOOKS_AT_VALUES = {"_local_scalar_dense", "nonzero", "unique", "masked_select",
 
 
 class TwinGraph(TorchDispatchMode):
-    """Operations with their results."""
+    """Operations and their results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ class TwinGraph(TorchDispatchMode):
 
 
 class _NoWaits(TorchDispatchMode):
-    """Refuses to look at values, as torch does when it must not make the host wait."""
+    """Forbids reading values on the host, as torch does in an error mode for synchronisation."""
 
     is_on = True
 
@@ -55,7 +55,7 @@ class _NoWaits(TorchDispatchMode):
 
 
 class TwinCapture:
-    """Makes twin graphs."""
+    """Captures twin graphs."""
 
     def __init__(self) -> None:
         self._graph: TwinGraph | None = None
@@ -98,6 +98,6 @@ def _shares(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def looks(x: Tensor) -> bool:
-    """Look at a value, as a model does that cannot be captured."""
+def read_on_host(x: Tensor) -> bool:
+    """Read a value on the host, which cannot be captured."""
     return bool(torch.any(x > 0).item())

@@ -1,4 +1,4 @@
-"""Slots of which all are stepped together, as a batch of prompts does."""
+"""A pool whose slots are always stepped together, like a batch of prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from tandem.recording.replay import ReplayedStep
 
 
 class WholePool:
-    """A pool, a prompt for each of its slots, and a token for each at every step."""
+    """A pool, a prompt for each of its slots, and a token for each slot at every step."""
 
     def __init__(self, pool: Any, prompts: list[list[int]]) -> None:
         assert pool.num_slots == len(prompts)
@@ -34,7 +34,7 @@ class WholePool:
         return 0 if recording is None else recording.num_segments
 
     def continue_with(self, prompts: list[list[int]]) -> None:
-        """Set new prompts; each slot keeps the prefix that it already holds."""
+        """Set new prompts; each slot keeps the prefix that it holds."""
         self._prompts = prompts
         for slot, prompt in enumerate(prompts):
             shared = self.pool.usable(slot, num_shared(self.pool.held(slot), prompt))
@@ -55,7 +55,7 @@ class WholePool:
 def cpu_pool(
     model: Any, threads: CpuThreads, prompts: list[list[int]], **options: Any
 ) -> WholePool:
-    """Return slots on the CPU with room for the prompts and a few tokens more."""
+    """Return a CPU pool with room for the prompts and a few more tokens."""
     capacity = max(map(len, prompts)) + 8
     pool = CpuSlotPool(model, threads, len(prompts), capacity=capacity, **options)
     return WholePool(pool, prompts)
@@ -68,7 +68,7 @@ def cuda_pool(
     *,
     make_capture: MakeCapture | None = None,
 ) -> WholePool:
-    """The same on a GPU, with room for `new_tokens` more."""
+    """Return a pool on the CPU twin of a GPU, with room for `new_tokens` more tokens."""
     capacity = max(map(len, prompts)) + new_tokens
     pool = CudaSlotPool(model, len(prompts), capacity=capacity, make_capture=make_capture)
     return WholePool(pool, prompts)
@@ -77,19 +77,19 @@ def cuda_pool(
 def gpu_pool(
     model: Any, prompts: list[list[int]], new_tokens: int, *, has_replay: bool = True
 ) -> WholePool:
-    """The same on a real GPU, as `Generator` makes it."""
+    """Return a pool on a real GPU, as `Generator` makes it."""
     capacity = max(map(len, prompts)) + new_tokens
     pool = new_cuda_slot_pool(model, len(prompts), capacity=capacity, has_replay=has_replay)
     return WholePool(pool, prompts)
 
 
 def logits_of(rows: Any, num_rows: int, tokens: Sequence[int]) -> list[Tensor]:
-    """Return the logits of prompts, and of the tokens after them, which all rows get."""
+    """Return the logits of prompts, and of tokens that all sequences get after them."""
     return [rows.prefill().clone(), *(rows.decode([t] * num_rows).clone() for t in tokens)]
 
 
 def close(actual: Tensor, expected: Tensor, most: float = 1e-5) -> None:
-    """Compare logits relative to their size."""
+    """Assert that the relative error of logits is less than `most`."""
     error = (actual.float() - expected.float()).norm() / expected.float().norm()
     assert error < most, float(error)
 
@@ -97,7 +97,7 @@ def close(actual: Tensor, expected: Tensor, most: float = 1e-5) -> None:
 def require_alike(
     pool: Any, model: Any, prompts: list[list[int]], *, most: float = 1e-5, most_of_steps: float = 0
 ) -> WholePool:
-    """Compare prompts and replayed steps of a pool with Transformers' own caches."""
+    """Compare a pool's prompts and replayed steps with Transformers' caches."""
     rows, padded = WholePool(pool, prompts), PaddedBatch(model, prompts, 0)
     close(rows.prefill(), padded.prefill(), most)
     for step in range(6):

@@ -15,7 +15,7 @@ from tandem.demo import DEMO_KINDS, ensure_demo_model
 
 @pytest.fixture(scope="session")
 def demo_cache() -> Path:
-    """The cache directory with both demo models in it."""
+    """A cache directory with both demo models."""
     source = os.environ.get("TANDEM_DEMO_SOURCE")
     for kind in DEMO_KINDS:
         ensure_demo_model(kind, cache_dir=cache_dir(), source=Path(source) if source else None)
@@ -24,7 +24,7 @@ def demo_cache() -> Path:
 
 @pytest.fixture(scope="package")
 def eager_demo(demo_cache: Path) -> Any:
-    """The demo model in plain Transformers, in float32 so that only the model can differ."""
+    """The demo model in plain Transformers, in float32."""
     return AutoModelForCausalLM.from_pretrained(
         demo_cache / "models" / "demo", dtype=torch.float32, experts_implementation="eager"
     )
@@ -32,7 +32,7 @@ def eager_demo(demo_cache: Path) -> Any:
 
 @pytest.fixture
 def all_threads() -> Iterator[None]:
-    """This process's share of the cores, for tests that need speed."""
+    """All of this process's cores, for tests that need speed."""
     threads = torch.get_num_threads()
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))

@@ -1,4 +1,4 @@
-"""Measures a demo model: its text against the dense model's, and how its tokens route."""
+"""Measures a demo model: text beside the dense model's, and the routing of tokens."""
 
 from typing import NamedTuple
 
@@ -29,9 +29,9 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 def greedy_tokens(
     model: PreTrainedModel, prompts: list[list[int]], num_tokens: int
 ) -> list[list[int]]:
-    """Return each prompt's next tokens by greedy decoding, going on after an end-of-text token."""
+    """Return each prompt's next tokens by greedy decoding; continue after an end-of-text token."""
     answers: list[list[int]] = [[] for _ in prompts]
-    # Prompts of like length go together: little padding, and a fifth of the decode steps.
+    # Prompts of similar length are grouped: little padding, and a fifth of the decode steps.
     by_length = sorted(range(len(prompts)), key=lambda idx: len(prompts[idx]))
     for start in range(0, len(prompts), _BATCH):
         batch = by_length[start : start + _BATCH]
@@ -54,7 +54,7 @@ def greedy_tokens(
 
 @torch.inference_mode()
 def perplexity(model: PreTrainedModel, windows: torch.Tensor) -> float:
-    """Return the perplexity over (windows, tokens) ids, each window read from its start."""
+    """Return the perplexity over ids (windows, tokens); each window starts without context."""
     losses = [
         F.cross_entropy(model(window[None]).logits[0, :-1].float(), window[1:])
         for window in windows
@@ -64,7 +64,7 @@ def perplexity(model: PreTrainedModel, windows: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def routing(model: PreTrainedModel, windows: torch.Tensor) -> list[LayerRouting]:
-    """Return how each layer of a Mixtral model routes (windows, tokens) ids."""
+    """Return how each layer of a Mixtral model routes ids (windows, tokens)."""
     per_window = [model.model(w[None], output_router_logits=True).router_logits for w in windows]
     return [
         _layer_routing(torch.stack(logits).float(), model.config.num_experts_per_tok)

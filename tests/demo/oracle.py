@@ -1,7 +1,7 @@
-"""The dense SmolLM2 as an oracle: what `demo-equal` must say, however it is loaded.
+"""The dense SmolLM2 as an oracle: the expected answers of `demo-equal`, however it is loaded.
 
-Transformers reads the dense model's GGUF for half a minute, so what it says is kept in
-tests/data/dense_answers.json, which this module writes again:
+Transformers takes half a minute to read the dense model's GGUF, so its answers are stored in
+tests/data/dense_answers.json. This module writes them again:
 
     python -m tests.demo.oracle
 """
@@ -31,14 +31,14 @@ ODD_TEXT = (
 
 
 class Answers(NamedTuple):
-    """What a model says on the fixed prompts and text."""
+    """A model's answers to the fixed prompts and text."""
 
     tokens: list[list[int]]
     perplexity: float
 
 
 class DenseAnswers(NamedTuple):
-    """What the dense model says, and how its tokenizer cuts the odd text."""
+    """The dense model's answers, and its tokenization of unusual text."""
 
     tokens: list[list[int]]
     perplexity: float
@@ -46,19 +46,19 @@ class DenseAnswers(NamedTuple):
 
 
 def dense_answers() -> DenseAnswers:
-    """Return what was kept."""
+    """Return the stored answers."""
     return DenseAnswers(**json.loads(_KEPT.read_text(encoding="utf-8")))
 
 
 def write_dense_answers(cache: Path) -> None:
-    """Ask the dense model that the demo models are made of."""
+    """Compute and store the answers of the dense model."""
     model, tokenizer = load_dense(cache / "models" / GGUF.name)
     found = DenseAnswers(*answers(model, tokenizer), tokenizer(ODD_TEXT).input_ids)
     _KEPT.write_text(json.dumps(found._asdict()) + "\n", encoding="utf-8")
 
 
 def answers(model: Any, tokenizer: Any, *, num_prompts: int = 5) -> Answers:
-    """Ask a float32 model for greedy tokens on the prompts and perplexity on 512 tokens."""
+    """Compute a float32 model's greedy tokens for the prompts, and its perplexity on 512 tokens."""
     return Answers(
         greedy_tokens(model, prompt_ids(tokenizer)[:num_prompts], NUM_NEW_TOKENS),
         perplexity(model, text_windows(tokenizer)[:NUM_WINDOWS]),
@@ -73,7 +73,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def prompt_ids(tokenizer: Any) -> list[list[int]]:
-    """Return the 20 prompts as ids: code as it stands, the rest as a user's turn."""
+    """Return the 20 prompts as ids: code as plain text, the others as a user's turn."""
     prompts = json.loads((DATA / "prompts.json").read_text(encoding="utf-8"))["prompts"]
     return [
         tokenizer(prompt["text"]).input_ids

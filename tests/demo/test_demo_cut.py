@@ -1,4 +1,4 @@
-"""The cut of the demo model that tests on a GPU carry: here on the emulated device."""
+"""Tests of the demo model's cut for GPU tests, on the emulated device."""
 
 from pathlib import Path
 
@@ -26,5 +26,5 @@ def test_a_cut_says_on_two_processors_what_it_says_on_one(demo_cache: Path, tmp_
     divergence, is_same = compare_logits(found, expected)
     assert divergence <= 1e-3
     assert is_same
-    # Text, not noise: the likeliest tokens differ from place to place.
+    # The text is not noise: the likeliest tokens differ between positions.
     assert len(set(expected.argmax(-1).flatten().tolist())) > 20

@@ -1,4 +1,4 @@
-"""The built demo models say what the dense model says, and route real text by meaning."""
+"""Tests of the built demo models: answers of the dense model, and routing by meaning."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ def demo(demo_cache: Path, eager_demo: Any) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 def test_demo_is_near_the_dense_model_and_not_equal(demo_cache: Path) -> None:
-    """Asked of Tandem, which is faster; test_through_tandem.py compares it with Transformers."""
+    """Use Tandem, which is faster; test_through_tandem.py compares it with Transformers."""
     directory = demo_cache / "models" / "demo"
     windows = text_windows(AutoTokenizer.from_pretrained(directory))[:NUM_WINDOWS]
     ours = perplexity(tandem.load(directory, dtype="fp32"), windows)
@@ -52,7 +52,7 @@ def test_tokens_route_by_meaning(demo: tuple[Any, Any]) -> None:
     prompts = prompts[: len(prompts) // 512 * 512].view(-1, 512)
     layers = routing(model, torch.cat([text_windows(tokenizer)[:2], prompts[:2]]))
     print(routing_table(layers))
-    # The first two layers see little but the token itself, and neighbours are different words.
+    # The first two layers see little but the token itself, and adjacent words differ.
     assert all(layer.neighbour_ratio > 1.1 for layer in layers[2:])
     assert sum(layer.neighbour_ratio for layer in layers) / len(layers) > 1.3
     assert all(max(layer.shares) > 1.3 / 8 for layer in layers)  # not uniform

@@ -1,4 +1,4 @@
-"""The GGUF comes from the cache, a wheel, a GGUF or pip; a wrong one is one clear sentence."""
+"""Tests of the GGUF's sources: cache, wheel, file or pip; a wrong file is a clear error."""
 
 import subprocess
 import sys

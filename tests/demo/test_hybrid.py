@@ -1,6 +1,6 @@
-"""The demo model on the emulated device, every pair of policies and sizes: the CPU's own tokens.
+"""Tests of the demo model on the emulated device for all pairs of policies and sizes.
 
-Its experts differ: a wrong slot would change what it says.
+Its experts differ, so a wrong slot would change the tokens, which must be the CPU's.
 
 python -m tests.demo.test_hybrid    all rows, 20 prompts by turns, 64 tokens each
 """
@@ -41,7 +41,7 @@ PROMPTS = Path(__file__).parents[1] / "data" / "prompts.json"
 
 
 class Row(NamedTuple):
-    """One combination."""
+    """One combination of options."""
 
     assignment: str
     eviction: str
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 def pairwise_rows() -> Iterator[Row]:
-    """Yield combinations until every pair of values has occurred; the busiest first."""
+    """Yield combinations until every pair has occurred, those with the most new pairs first."""
     values = (
         ASSIGNMENTS.names(),
         EVICTIONS.names(),
@@ -71,7 +71,7 @@ def pairwise_rows() -> Iterator[Row]:
 
     every = [Row(*row) for row in itertools.product(*values)]
     while missing:
-        # A look at a part of all rows, a new one each time, is enough and takes a tenth.
+        # Checking a new part of all rows each time is enough and takes a tenth.
         some = every[len(missing) % 11 :: 11]
         best = max(some, key=lambda row: len(pairs(row) & missing))
         if not pairs(best) & missing:
@@ -87,7 +87,7 @@ def prompts(count: int) -> list[list[dict[str, str]]]:
 
 
 class Matrix:
-    """The demo model, loaded once, and what it says on the CPU alone."""
+    """The demo model, loaded once, and its answers on the CPU alone."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Matrix:
         max_new_tokens: int,
         threads: int | None = None,
     ) -> None:
-        # Linear layers in int8, as `tandem run` has them: most of a step would be reading them.
+        # Linear layers in int8, as in `tandem run`: otherwise most of a step would read them.
         config = SimulatedConfig(
             expert_dtype="int8", dense_dtype="int8", threads=threads, cache_dir=str(cache_dir())
         )
@@ -108,7 +108,7 @@ class Matrix:
         self._expected: dict[tuple[int, ...], list[list[int]]] = {}
 
     def _answers(self, conversations: Sequence[Any]) -> list[list[int]]:
-        # Recorded steps would leave look-ahead out, and round otherwise than the model's own code.
+        # Recorded steps would skip look-ahead, and round differently from the model's own code.
         generator = Generator(self.model, self._tokenizer, has_replay=False)
         answers = generator.generate(
             conversations, max_new_tokens=self._max_new_tokens, temperature=0
@@ -116,7 +116,7 @@ class Matrix:
         return [answer.token_ids for answer in answers]
 
     def check(self, row: Row, first: int, count: int) -> CacheStatistics:
-        """Run some of the prompts as a batch; AssertionError for another token than the CPU's."""
+        """Answer some prompts as a batch; AssertionError if a token differs from the CPU's."""
         runtime = runtime_in(self.model)
         slot_bytes = max(layer.image_bytes for layer in runtime.store)
         options: OffloadConfig = dataclasses.replace(
@@ -162,7 +162,7 @@ def test_the_hybrid_demo_says_what_the_cpu_says(demo_cache: Path) -> None:
 
 
 def run_part(part: int, parts: int) -> int:
-    """Check every `parts`-th row from row `part` on, in a process of its own; returns how many."""
+    """Check every `parts`-th row from `part` on in its own process; return the number of rows."""
     # torch's threads spin for a while after each operation, on the cores of the kernels' threads.
     torch.set_num_threads(1)
     threads = max(1, detect_cpu().num_threads // parts)

@@ -1,4 +1,4 @@
-"""A demo model is ready or not there: after kills, races, lost files and full disks."""
+"""Tests that a demo model is complete or absent after kills, races, lost files and full disks."""
 
 import dataclasses
 import resource
@@ -36,7 +36,7 @@ def start_build(models: Path, *options: str) -> "subprocess.Popen[str]":
 
 @contextmanager
 def files_up_to(num_bytes: int) -> Iterator[None]:
-    """Let this process write no longer files: to go on fails, as on a full disk."""
+    """Limit the size of files that this process may write, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -177,7 +177,7 @@ def test_differences_have_the_rank_and_norm_of_the_recipe(tmp_path: Path) -> Non
     difference = model.model.layers[0].mlp.experts.down_proj - dense
     norms = difference.norm(dim=(1, 2)) / dense.norm()
     torch.testing.assert_close(norms, torch.full((8,), TINY.difference_norm), rtol=0.01, atol=0)
-    spectrum = torch.linalg.svdvals(difference)  # beyond the rank: only bfloat16's rounding
+    spectrum = torch.linalg.svdvals(difference)  # beyond the rank there is only bfloat16's rounding
     assert (spectrum[:, TINY.difference_rank] < 0.2 * spectrum[:, 0]).all()
     assert torch.pdist(difference.flatten(1)).min() > 0
 

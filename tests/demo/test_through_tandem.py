@@ -1,4 +1,4 @@
-"""The demo models through the whole stack: equal experts as an oracle, differing ones see slots."""
+"""Tests of the demo models through the whole stack: equal experts as an oracle, then others."""
 
 import json
 from pathlib import Path
@@ -64,5 +64,5 @@ def test_tandem_run_answers_with_the_demo_model(demo_cache: Path) -> None:
     words = ["run", "--json", "--quiet", "--seed", "1", "--max-new-tokens", "12"]
     done = run_tandem(*words, "-p", "What is the capital of France?")
     assert done.returncode == 0, done.stderr
-    # Whether it begins with "The" or "L'" is a tie of .1 in fp32; both go on about France.
+    # Whether it begins with "The" or "L'" is a tie of .1 in fp32; both continue about France.
     assert "France" in json.loads(done.stdout.splitlines()[-1])["text"]

@@ -53,7 +53,7 @@ def tiny_dense() -> Dense:
 
 
 def build_tiny(models_dir: Path, stop_at: str | None = None, kind: str = "demo-equal") -> Path:
-    """Build into `models_dir`; at a stage's first report say so and wait to be killed."""
+    """Build into `models_dir`; report the first time a stage begins, and wait to be killed."""
 
     def watch(stage: str, done: int, total: int) -> None:
         if stage == stop_at and done > 0:

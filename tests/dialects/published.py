@@ -1,4 +1,4 @@
-"""Published chat templates, and a conversation that each of them writes."""
+"""Published chat templates, and the conversation that each of them writes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +43,7 @@ QUESTION = {"role": "user", "content": "What is it?"}
 
 @dataclass(frozen=True)
 class Published:
-    """A template, what its family is called, and what of an answer it writes."""
+    """A template, the name of its family, and the parts of an answer that it writes."""
 
     file: str
     family: str

@@ -1,4 +1,4 @@
-"""What a published template writes is read back: reasoning, text and calls, however it is cut."""
+"""Tests that answers in a published template's form are parsed, however they are split."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ IDS = [one.file for one in PUBLISHED]
 
 
 def joined_calls(parts: list[AnswerPart]) -> list[Call]:
-    """Return the calls of an answer, whose arguments may have come in pieces."""
+    """Return an answer's calls, whose arguments may be split."""
     calls: list[Call] = []
     for part in parts:
         if part.call is not None:
@@ -39,7 +39,7 @@ def published(file: str) -> ChatFormat:
 
 
 def written(case: Published) -> tuple[ChatFormat, ChatPrompt, str]:
-    """Return a template's format, a prompt, and the answer to it as the template writes it."""
+    """Return a template's format, a prompt, and an answer as the template writes it."""
     chat = published(case.file)
     calls = [("look_up", case.arguments), ("now", {})][: case.num_calls]
     answer: dict[str, Any] = {
@@ -63,7 +63,7 @@ def written(case: Published) -> tuple[ChatFormat, ChatPrompt, str]:
 def read(
     chat: ChatFormat, prompt: ChatPrompt, pieces: Iterable[str], tools: Any = TOOLS
 ) -> tuple[str, str, list[Call]]:
-    """Return reasoning, text and calls of an answer that comes in pieces."""
+    """Return the reasoning, text and calls of an answer that is split into pieces."""
     reader = pickle.loads(pickle.dumps(chat.reader(prompt, tools)))  # as it reaches the server
     assert reader is not None
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
@@ -88,7 +88,7 @@ def test_what_a_template_writes_is_read_back_however_it_is_cut(case: Published) 
 
 
 def test_every_family_is_tried() -> None:
-    """Two templates write no calls, or not as their models do; see below."""
+    """Two templates have no calls, or not as their models write them; see below."""
     untried = {one.name for one in FAMILIES} - {one.family for one in PUBLISHED}
     assert untried == {"granite", "nemotron"}
     assert dialect_of("no calls at all").name == "hermes"

@@ -1,4 +1,4 @@
-"""Grammars of calls: whatever a model's scores, what opens a call goes on as one of the tools'."""
+"""Tests of grammars for calls: a call that has begun is always a valid call of a given tool."""
 
 import json
 from typing import Any
@@ -34,7 +34,7 @@ BAD = f'{CALL}{{"name":"g"'
 
 
 def accepts(grammar: str, text: str, tokenizer: Any = None) -> bool:
-    """Tell whether an answer may be this text, as a whole."""
+    """Tell whether the grammar accepts this text as a whole answer."""
     tokenizer = tokenizer or byte_tokenizer()
     matcher = llguidance.LLMatcher(
         from_tokenizer(tokenizer, max(VOCABULARY, len(tokenizer)), [END_ID]), grammar
@@ -145,7 +145,7 @@ ANY = {"type": "object", "properties": {
     "n": {"type": "integer"}, "text": {"type": "string"}, "kind": {"enum": ["a", "b"]},
     "tags": {"type": "array", "items": {"type": "string"}}}}  # fmt: skip
 BOTH = [("look", ANY), ("now", {"type": "object", "properties": {}})]
-# By a mark in the chat template: a good call, and beginnings that are none.
+# A mark in the chat template: a correct call, and beginnings that are not calls.
 NATIVE = {
     "<|tool_call_begin|>": (
         '<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"n":5}<|tool_call_end|>',
@@ -186,7 +186,7 @@ MARKS = [
 @pytest.mark.parametrize("has_tokens", [False, True])
 @pytest.mark.parametrize("mark", NATIVE)
 def test_calls_are_ruled_in_their_own_form(mark: str, has_tokens: bool) -> None:
-    """As plain text, and with marks that are tokens of their own."""
+    """Test calls as plain text, and calls between special tokens."""
     tokenizer = text_tokenizer(MARKS if has_tokens else [])
     tokenizer.chat_template = f"{{# tools {mark} <think> #}}"
     native = ChatFormat(tokenizer).native
@@ -211,7 +211,7 @@ def test_calls_are_ruled_in_their_own_form(mark: str, has_tokens: bool) -> None:
 
 
 def text_tokenizer(special: list[str]) -> Any:
-    """Return a tokenizer of bytes, with marks that are tokens of their own."""
+    """Return a byte tokenizer with marks as special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {c: i + 3 for i, c in enumerate(alphabet)}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

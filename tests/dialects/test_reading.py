@@ -1,4 +1,4 @@
-"""What a model writes is taken apart into reasoning, text and calls, however it is cut."""
+"""Tests of parsing a model's output into reasoning, text and calls, however it is split."""
 
 import pickle
 
@@ -68,7 +68,7 @@ def test_calls_come_after_reasoning_and_text(size: int) -> None:
 
 
 def streamed(chat: ChatFormat, text: str) -> list[str]:
-    """Return what comes of a call's arguments, piece by piece, if each character comes alone."""
+    """Return the pieces of a call's arguments if the characters arrive one by one."""
     reader = pickle.loads(pickle.dumps(chat.reader(chat.prompt(QUESTION, (), {}), LOOK)))
     assert reader is not None
     parts = [part for one in text for part in reader.feed(one)] + reader.finish()

@@ -1,4 +1,4 @@
-"""A tiny model on a disk."""
+"""Fixtures of the disk tests."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests.disk.loading import EXPERTS, LAYERS, TOP_K, packed_model
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in packed form: 16 experts, 4 for each token."""
+    """A tiny packed model with 16 experts per layer, 4 per token."""
     return packed_model(
         tmp_path_factory.mktemp("disk"), num_experts=EXPERTS, num_experts_per_tok=TOP_K,
         num_hidden_layers=LAYERS,

@@ -1,6 +1,6 @@
-"""A model whose table of n-grams is a sparse file of 50 GB answers; prints its peak memory.
+"""Answers with a model whose table of n-grams is a sparse file of 50 GB; prints its peak memory.
 
-`python -m tests.disk.large_table FOLDER` writes the model to FOLDER and leaves it there.
+`python -m tests.disk.large_table FOLDER` writes the model to FOLDER and keeps it.
 """
 
 import json
@@ -23,13 +23,13 @@ from tandem.experts.store.host_memory import peak_process_bytes
 from tandem.hf.row_tables import tables_on_disk
 from tests.architectures import build_tiny_model
 
-# As in the released model 160 values a row; 16 heads of so many rows.
+# As in the released model: 160 values per row, 16 heads of this many rows.
 EMBEDDED, ROWS_OF_A_HEAD, ROW_BYTES = 2560, 5_000_000, 640
 MEMORY_BYTES = 8 << 30
 
 
 def make_model(folder: Path) -> Path:
-    """Write a tiny packed model, with a file of its own for its table."""
+    """Write a tiny packed model whose table is a file of its own."""
     values = {"ple_layer_ids": [1], "ple_embed_dim": EMBEDDED}
     build_tiny_model("qwen4_exp", values=values).save_pretrained(folder / "plain")
     with mock.patch("tandem.hf.row_tables._LEAST_BYTES", 0):
@@ -37,7 +37,7 @@ def make_model(folder: Path) -> Path:
 
 
 def enlarge(packed: Path) -> tuple[list[int], Tensor]:
-    """Make the table as large as can be; return the numbers of some rows and what they hold."""
+    """Enlarge the table to its maximum size; return the numbers and values of some rows."""
     config = json.loads((packed / "config.json").read_text())
     config["ngram_vocab_size_base"] = ROWS_OF_A_HEAD
     (packed / "config.json").write_text(json.dumps(config))
@@ -56,7 +56,7 @@ def enlarge(packed: Path) -> tuple[list[int], Tensor]:
 
 
 def write_sparse(file: Path, num_rows: int, numbers: list[int]) -> Tensor:
-    """Write a table of zeros, but for some rows; return these."""
+    """Write a table of zeros with some other rows; return these rows."""
     ((name, _),) = read_header(file).items()
     entry = {"dtype": "F32", "shape": [num_rows, ROW_BYTES // 4]}
     header = json.dumps({name: entry | {"data_offsets": [0, num_rows * ROW_BYTES]}}).encode()
@@ -72,7 +72,7 @@ def write_sparse(file: Path, num_rows: int, numbers: list[int]) -> Tensor:
 
 
 def main(folder: Path) -> dict[str, Any]:
-    """Load the model and answer; return what it took."""
+    """Load the model and answer; return the memory and time."""
     packed = make_model(folder)
     numbers, rows = enlarge(packed)
     where = "tandem.experts.store.host_memory.available_bytes"

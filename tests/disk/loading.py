@@ -1,4 +1,4 @@
-"""Experts on a disk with slots in memory for a part of them: of packed models, or of a store."""
+"""Loads models, or puts stores, on the disk with host slots for a part of the experts."""
 
 from array import array
 from pathlib import Path
@@ -21,7 +21,7 @@ EXPERTS, TOP_K, LAYERS = 16, 4, 3  # of the fixture `packed`
 
 
 def packed_model(folder: Path, name: str = "qwen3_moe", **values: Any) -> Path:
-    """Write a tiny model, and beside it the same in packed form; return where that is."""
+    """Write a tiny model and its packed form; return the packed form's path."""
     plain = save_tiny_checkpoint(folder / "plain", name, **values)
     return tandem.save(tandem.load(plain, expert_dtype="int8"), folder / "packed")
 
@@ -44,16 +44,16 @@ def memory_for(packed: Path, share: float) -> str:
 
 
 def with_share(packed: Path, share: float, **options: Any) -> Any:
-    """Load the model with slots for a share of its experts."""
+    """Load the model with host slots for a share of its experts."""
     return tandem.load(packed, expert_memory=memory_for(packed, share), **options)
 
 
 def put_on_disk(
     store: HostStore, file: Path, share: float, *, eviction: str = "next-use", top_k: int = 3
 ) -> HostSlots:
-    """Write a store's experts to a file, from where they come into slots for a share of them.
+    """Write a store's experts to a file and read them into host slots for a share of them.
 
-    Their tensors stay: they say what is right.
+    The store's tensors stay, as expected values.
     """
     layers, places = [layer for layer in store if isinstance(layer, PackedLayer)], []
     with file.open("wb") as out:

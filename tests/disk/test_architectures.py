@@ -1,6 +1,6 @@
-"""Every architecture computes over a disk what it computes in memory, to the bit.
+"""Tests that every architecture gives the same bits over a disk as in memory.
 
-With TANDEM_ALL_ON_DISK=1 (`make try-disk`) all of them, else one of each kind.
+With TANDEM_ALL_ON_DISK=1 (`make try-disk`) all architectures, otherwise one of each kind.
 """
 
 import os
@@ -21,7 +21,7 @@ NAMES = architectures() if os.environ.get("TANDEM_ALL_ON_DISK") == "1" else KIND
 
 
 def outputs_of(model: Any) -> list[Tensor]:
-    """A prompt's result, and that of a step after it."""
+    """Return the results of a prompt and of one step after it."""
     with torch.inference_mode():
         outputs = model(**tiny_inputs(model))
         found = [result_of(outputs)]

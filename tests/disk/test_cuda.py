@@ -1,4 +1,4 @@
-"""Device `cuda` over memory over a disk, on its CPU twins: the bits of all experts in memory."""
+"""Tests of device `cuda` over host slots over a disk, on CPU twins: the bits of memory."""
 
 import errno
 import random
@@ -40,7 +40,7 @@ SHARES = [0.0, 0.4]
 
 
 def run(executor: HybridExecutor, streams: LazyStreams, in_memory: HostStore) -> bool:
-    """Run a prompt and steps; tell whether all results equal the CPU's, bit for bit."""
+    """Run a prompt and steps; tell whether all results are bit-identical to the CPU's."""
     alone = CpuExecutor(in_memory, CpuThreads(num_threads=1))
     generator, pairs = torch.Generator().manual_seed(7), []
     for step in range(12):
@@ -67,12 +67,12 @@ def test_planned_copies_come_out_of_host_slots(
         executor.close()
         assert slots.statistics().read_bytes > 0
         require_right(store, slots)
-        if settings.assignment == "gpu-only":  # slots in memory are free
+        if settings.assignment == "gpu-only":  # host slots are free
             assert (slots.native.counts().kept > 0) == (share > 0)
 
 
 def require_right(store: HostStore, slots: HostSlots) -> None:
-    """Compare all experts that memory has with those of another store."""
+    """Compare all experts in host slots with those of another store."""
     for layer, (host, right) in enumerate(zip(store, make_store(), strict=True)):
         for expert in slots.native.resident(layer):
             before = slots.statistics().read_bytes
@@ -84,7 +84,7 @@ def require_right(store: HostStore, slots: HostSlots) -> None:
 def test_a_copy_that_is_not_held_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above could otherwise pass for want of other reads into the same memory."""
+    """Without this check, the test above would pass if nothing else used the same memory."""
     copy = copies.CudaCopyEngine._copy
 
     def letting_go(self: Any, jobs: Any, stream: Any) -> None:
@@ -100,7 +100,7 @@ def test_a_copy_that_is_not_held_is_noticed(
         executor = make_twin(store, streams, 6, SETTINGS[1], kernels=NativeKernels())
         try:
             found.add(run(executor, streams, make_store()))
-        except ExecutionError:  # its memory was another expert's before the copy was done
+        except ExecutionError:  # its memory held another expert before the copy
             found.add(False)
     assert False in found
 
@@ -133,7 +133,7 @@ def test_a_thread_may_hold_all_but_one_room_and_goes_on(tmp_path: Path) -> None:
         assert torch.equal(extent.data, make_store()[1].extents(7)[0].data)
     for one in held[:3]:
         assert one is not None
-        one.wait()  # until its read has ended, a room is not free
+        one.wait()  # until its read has ended, its memory is not free
         one.let_go()
     assert store[0].try_hold(3) is not None
 
@@ -184,7 +184,7 @@ def test_a_model_that_does_not_fit_gets_slots_by_itself(
 
 @pytest.mark.parametrize("may_pin", [True, False])
 def test_pinned_slots_keep_their_memory(may_pin: bool, tmp_path: Path) -> None:
-    """A device would go on reading the pages that were given back."""
+    """A device would continue to read pages that had been returned to the system."""
     store, streams = make_store(), LazyStreams()
     streams.may_pin = may_pin
     slots: HostSlots = put_on_disk(store, tmp_path / "experts", 1.0)
@@ -220,7 +220,7 @@ def test_captured_steps_wait_for_the_disk(num_rows: int, share: float, tmp_path:
 
 @pytest.mark.parametrize("rule", IN_GRAPH[1:])
 def test_captured_steps_fetch_what_memory_has(rule: str, tmp_path: Path) -> None:
-    """Out of slots of memory, beside reads; what comes too late is computed from there."""
+    """Copies come from host slots beside reads; the CPU computes experts of late reads."""
     store, in_memory = make_store(), make_store()
     slots = put_on_disk(store, tmp_path / "experts", 0.6)
     seconds = [0.02]
@@ -341,7 +341,7 @@ def test_what_leaves_a_device_comes_back_into_memory(has_driver: bool, tmp_path:
     generator = torch.Generator().manual_seed(0)
     machine.copy(0, 1, 0)
     machine.coordinator.drain_copies()
-    for expert in range(4, 8):  # whose reads take the memory through which the copy went
+    for expert in range(4, 8):  # whose reads reuse the copy's memory
         with store[1].hold(expert):
             pass
     slots.native.note_on_device(bytes([READY] * NUM_EXPERTS))

@@ -1,4 +1,4 @@
-"""A read that fails, and a file that is damaged, are a sentence; the next request is right."""
+"""Tests of failed reads and damaged files: one sentence, and the next request is right."""
 
 import errno
 import json

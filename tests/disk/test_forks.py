@@ -1,4 +1,4 @@
-"""A fork of a process with a model over a disk says that it cannot read; the model goes on."""
+"""Tests of a forked process with a model over a disk: it reports an error; the parent goes on."""
 
 import gc
 import os
@@ -21,8 +21,8 @@ from tests.programs import python
 SAID = "from which this one was forked; load the model in this process"
 
 
-def said_in_a_fork(work: Callable[[], object]) -> str:
-    """Return how some work ended in a forked process; nothing for one that had to be ended."""
+def result_in_a_fork(work: Callable[[], object]) -> str:
+    """Return the result of a function in a forked process; empty if it had to be killed."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
@@ -53,11 +53,11 @@ def test_a_fork_of_a_model_over_a_disk_says_so_and_the_model_goes_on(
     native = slots_of(model).native
     with torch.inference_mode():
         model(ids(count))
-        assert SAID in said_in_a_fork(lambda: model(ids(count)))
+        assert SAID in result_in_a_fork(lambda: model(ids(count)))
         assert torch.equal(model(ids(count)).logits, in_memory(ids(count)).logits)
-    assert SAID in said_in_a_fork(lambda: tandem.Generator(model).generate([5, 6, 7]))
+    assert SAID in result_in_a_fork(lambda: tandem.Generator(model).generate([5, 6, 7]))
     for one in (native.counts, lambda: native.hold(0, 0), lambda: native.resident(0)):
-        assert SAID in said_in_a_fork(one)
+        assert SAID in result_in_a_fork(one)
 
 
 def test_a_fork_says_so_whatever_threads_torch_has(packed: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_fork_says_so_whatever_threads_torch_has(packed: Path) -> None:
         "    try:\n"
         "        model(ids(60))\n"
         "    except tandem.core.errors.ModelError as error:\n"
-        "        print(error)\n",  # and it ends as a program does, all threads forgotten
+        "        print(error)\n",  # and it ends normally, without the threads
         str(packed),
     )
     assert done.returncode == 0, done.stderr
@@ -97,7 +97,7 @@ def test_a_model_ends_in_a_fork(packed: Path, options: dict[str, Any]) -> None:
         gc.collect()
         assert gone() is None
 
-    assert said_in_a_fork(end) == "done"
+    assert result_in_a_fork(end) == "done"
     with torch.inference_mode():
         models[0](ids(9))
 
@@ -105,6 +105,6 @@ def test_a_model_ends_in_a_fork(packed: Path, options: dict[str, Any]) -> None:
 def test_rows_are_not_read_in_a_fork(tmp_path: Path) -> None:
     rows = torch.randint(0, 256, (300, 64), dtype=torch.uint8)
     tables = table(tmp_path / "rows", rows)
-    assert SAID in said_in_a_fork(lambda: read(tables, rows, torch.arange(9)))
-    assert said_in_a_fork(tables.close) == "done"
+    assert SAID in result_in_a_fork(lambda: read(tables, rows, torch.arange(9)))
+    assert result_in_a_fork(tables.close) == "done"
     assert torch.equal(read(tables, rows, torch.arange(9)), rows[:9])

@@ -1,4 +1,4 @@
-"""A file system that takes O_DIRECT and buffers in silence is found at load, once."""
+"""Tests that a file system that silently ignores O_DIRECT is detected once, at load."""
 
 import shutil
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_memory(packed: Path) -> Iterator[Path]:
-    """A copy on a file system that is nothing but page cache."""
+    """A copy on a file system that consists of page cache alone."""
     with TemporaryDirectory(dir=MEMORY) as folder:
         yield shutil.copytree(packed, Path(folder) / "packed")
 

@@ -1,4 +1,4 @@
-"""What is read ahead, and lent: slots in memory decide as the plain reference, on any state."""
+"""Tests of reading ahead and lending: host slots decide as the plain reference, in any state."""
 
 from collections import Counter
 from itertools import pairwise
@@ -19,12 +19,12 @@ from tests.disk.loading import put_on_disk
 from tests.experts.machines import make_store
 
 TRACE = Path(__file__).parents[2] / "data" / "traces" / "deepseek-v2-lite.npz"
-HELD_SLOTS = 4  # of the memory that layers share: rooms of copies to a device
+HELD_SLOTS = 4  # transit slots that copies to a device may borrow
 
 
 @st.composite
 def uses(draw: st.DrawFn) -> list[ComingUse]:
-    """Return what some layers of eight experts will use."""
+    """Return random loads of some layers of eight experts."""
     layers = sorted(draw(st.sets(st.integers(0, 5), max_size=4)))
     return [
         ComingUse(
@@ -67,7 +67,7 @@ def test_prompts_scores_and_loans_are_decided_alike(
 
 
 def test_slots_read_what_the_reference_says_on_a_recorded_run(tmp_path: Path) -> None:
-    """Steps whose layers are all known, each after the one before: some of it is there then."""
+    """All layers of each step are known; some experts are still there from the step before."""
     geometry, trace = Geometry(4, 64, 6), read_trace(TRACE)
     store, reader, counts = make_store(geometry), LoadReader(trace), Counter[bool]()
     steps = [reader.loads(step)[:4] for step in list(replay_steps(trace, 4, prompt=1))[:9]]
@@ -89,9 +89,9 @@ def check_reads(
     passing: set[tuple[int, int]],
     counts: Counter[bool],
 ) -> set[tuple[int, int]]:
-    """Let slots expect a step, while shared ones hold what is `passing`; compare what is read.
+    """Announce a step to the host slots while transit slots hold `passing`; compare the reads.
 
-    Returns what the shared slots hold then.
+    Return what the transit slots hold afterwards.
     """
     slots.native.note_on_device(b"".join(on_device))
     num_shared = len(slots.memory[-1]) - HELD_SLOTS

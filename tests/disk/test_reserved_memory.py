@@ -1,4 +1,4 @@
-"""Slots leave the memory that keys and values can grow to, within bounds."""
+"""Tests that host slots leave memory for the growth of keys and values, within bounds."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def slots_with(packed: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> HostSlots:
-    """Load a model that does not fit; nothing but keys and values is left room for."""
+    """Load a model that does not fit, with memory reserved for keys and values only."""
     dense = model_sizes(open_checkpoint(packed), OffloadConfig()).total_dense_bytes
     monkeypatch.setattr("tandem.hf.packed_reading.available_bytes", lambda: FREE)
     # The slots come before the dense parts, on the CPU.
@@ -63,7 +63,7 @@ def test_a_plan_shares_memory_out_as_the_load_does(
 ) -> None:
     loaded = slots_with(packed, monkeypatch, context=100)
     dense = model_sizes(open_checkpoint(packed), OffloadConfig()).total_dense_bytes
-    # The forecast times layers in the memory that there is.
+    # The forecast times layers in the available memory.
     real = host_memory.available_bytes
     monkeypatch.setattr("tandem.forecast.speed_forecast.available_bytes", real)
     monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: FREE + dense)

@@ -1,4 +1,4 @@
-"""The native reader of rows: what it gives, and what it says where it cannot."""
+"""Tests of the native row reader: its rows, and its errors."""
 
 from pathlib import Path
 

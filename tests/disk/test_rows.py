@@ -1,4 +1,4 @@
-"""Tables of rows on the disk give the bits of memory; a failed read is a sentence."""
+"""Tests that tables of rows on the disk give the bits of memory; a failed read is an error."""
 
 import errno
 import json
@@ -56,7 +56,7 @@ def _tables_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each architecture a tiny model, plain and packed."""
+    """A tiny model of each architecture, plain and packed."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.hf.row_tables._LEAST_BYTES", 0)
@@ -85,7 +85,7 @@ def room_for_half_of_the_tables(folder: Path) -> int:
 
 @contextmanager
 def memory_of(room: int) -> Iterator[None]:
-    """Let a load find so much memory."""
+    """Pretend that a load finds this much free memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: room)
         yield
@@ -122,7 +122,7 @@ def test_rows_from_the_disk_have_the_bits_of_memory(
     assert not tables_on_disk(in_memory)
     for found, right in zip(outputs_of(model), outputs_of(in_memory), strict=True):
         assert torch.equal(found, right)
-    with torch.inference_mode():  # more rows than are asked for at once
+    with torch.inference_mode():  # more rows than are requested at once
         assert torch.equal(model(ids(200)).logits, in_memory(ids(200)).logits)
     assert native_of(model).counts().rows > 200
     assert model.num_parameters() == in_memory.num_parameters()
@@ -340,7 +340,7 @@ def test_a_table_of_50_gb_takes_little_memory(tmp_path: Path) -> None:
         assert found["file_bytes"] < 50e6
         assert found["peak_bytes"] < 2e9
         assert found["tokens"] == 20
-    finally:  # sparse or not, it is not left to the next tests
+    finally:  # sparse or not, it must not stay for the next tests
         shutil.rmtree(tmp_path)
 
 

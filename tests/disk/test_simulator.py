@@ -1,4 +1,4 @@
-"""Slots of a running model hit and miss what the simulator says of the same steps."""
+"""Tests that a running model's host slots have the hits and misses of the simulator."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ PROMPT, STEPS = 9, 150
 
 
 class NotedRouting(ForcedRouting):
-    """Forced routing that notes the tokens of each step."""
+    """Forced routing that records the tokens of each step."""
 
     def __init__(self, model: Any, trace: RoutingTrace) -> None:
         super().__init__(runtime_in(model).executor, trace)
@@ -41,7 +41,7 @@ class NotedRouting(ForcedRouting):
 
 
 def run_live(model: Any, trace: RoutingTrace, eviction: str) -> list[Step]:
-    """Answer with fresh slots, routed as the trace; return the steps."""
+    """Answer with empty slots and the trace's routing; return the steps."""
     pool = tandem.Generator(model, speculate="none").slot_pool(1, capacity=PROMPT + STEPS)
     memory = str(slots_of(model).num_bytes + 1)
     assert slots_over(model, OffloadConfig(expert_memory=memory, eviction=eviction))
@@ -77,6 +77,6 @@ def test_live_and_simulated_slots_miss_the_same(packed: Path, share: float, evic
             demands, misses = demands + len(load.experts), misses + len(absent)
     assert live.misses == misses
     assert 0 < misses < demands
-    # A step that is recorded runs again: its experts are there by then.
+    # A step that is recorded runs twice: the second time its experts are present.
     again = live.hits + live.misses - demands
     assert again % (GEOMETRY.num_layers * GEOMETRY.top_k) == 0

@@ -1,4 +1,4 @@
-"""Experts on the disk give the bits that experts in memory give."""
+"""Tests that experts on the disk give the bits of experts in memory."""
 
 import ctypes
 import os
@@ -53,7 +53,7 @@ def test_a_forward_pass_has_the_bits_of_memory(
             assert torch.equal(found, expected)
     statistics = slots_of(model).statistics()
     assert slots_of(model).num_slots == [int(EXPERTS * share)] * LAYERS
-    assert statistics.misses > 0 or share == 1.0  # else filled before
+    assert statistics.misses > 0 or share == 1.0  # otherwise filled before
     assert statistics.read_bytes > 0
 
 
@@ -100,7 +100,7 @@ def test_slots_are_filled_while_nothing_is_asked_of_the_disk(
 def test_what_was_read_ahead_in_vain_gives_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of one token, over and over, wants few of those that fill all transit slots."""
+    """One-token prompts, repeated, use few of the experts that fill all transit slots."""
     monkeypatch.setattr("tandem.experts.cache.host_slots._PATIENCE_SECONDS", 5.0)
     many = packed_model(tmp_path, num_experts=128, num_experts_per_tok=2, num_hidden_layers=6)
     model, whole = with_share(many, 0.0), tandem.load(many)
@@ -219,7 +219,7 @@ def test_memory_for_experts_of_a_model_that_is_not_packed_is_refused(
 
 
 def in_the_hubs_cache(packed: Path, folder: Path) -> Path:
-    """Return a snapshot in the layout of huggingface_hub: links to files named by their hash."""
+    """Return a snapshot in huggingface_hub's layout: links to files named by their hash."""
     snapshot, blobs = folder / "snapshots" / "1234", folder / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -311,7 +311,7 @@ _ATTRIBUTES = "IIQiIQQQ"
 
 
 def slices_of_threads() -> dict[int, int]:
-    """Return the slice of each thread of this process, in nanoseconds."""
+    """Return the scheduler's time slice of each thread of this process, in nanoseconds."""
     size = struct.calcsize(_ATTRIBUTES)
     found = {}
     for thread in map(int, os.listdir("/proc/self/task")):
@@ -343,7 +343,7 @@ def test_a_prompt_reads_ahead_first_what_was_used_before(tmp_path: Path) -> None
     misses = []
     with torch.inference_mode():
         for _ in range(2):
-            model(torch.full((1, 40), 7))  # a token again and again: the same experts
+            model(torch.full((1, 40), 7))  # repeat one token: the same experts
             misses.append(slots_of(model).statistics().misses)
-    # Half a layer's experts find room ahead; only the first layer's are never read ahead.
+    # Half a layer's experts fit ahead; only the first layer's are never read ahead.
     assert misses[1] - misses[0] == TOP_K

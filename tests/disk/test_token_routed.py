@@ -1,4 +1,4 @@
-"""Experts of layers that are routed by token are read before their layers are computed."""
+"""Tests that experts of layers routed by token are read before their layers begin."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ KINDS = ["hash_moe"] * HASHED + ["moe"] * 2
 
 @pytest.fixture(scope="module")
 def hashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny DeepSeek-V4 in packed form."""
+    """A tiny packed DeepSeek-V4."""
     return packed_model(
         tmp_path_factory.mktemp("hashed"), "deepseek_v4", n_routed_experts=EXPERTS,
         num_experts_per_tok=TOP_K, mlp_layer_types=KINDS,
@@ -42,7 +42,7 @@ def test_what_tokens_want_is_read_before_it_is_asked_for(hashed: Path, share: fl
     with torch.inference_mode():
         logits = model(torch.tensor([tokens])).logits
         assert torch.equal(logits, tandem.load(hashed)(torch.tensor([tokens])).logits)
-    # All of the first layer: there are transit slots for as many.
+    # All of the first layer: there are enough transit slots.
     assert native.counts().hits >= len(wanted[0])
 
 
@@ -52,14 +52,14 @@ def test_steps_have_the_tokens_of_memory_and_miss_nothing_that_is_known(hashed: 
     native = slots_of(model).native
     for pool in pools:
         pool.prefill({0: [50, 51, 52]})
-        while not pool.step.is_replaying:  # until then a step is done twice
+        while not pool.step.is_replaying:  # until then a step runs twice
             pool.decode({0: 53})
     for token in range(60, 75):
         before = native.counts()
         found, expected = (pool.decode({0: token}) for pool in pools)
         assert torch.equal(found, expected)
         counts = native.counts()
-        # By token: all are there, or on their way. Two layers of a token take six of the slots.
+        # By token: all are present or being read. Two layers of a token use six of the slots.
         assert counts.misses - before.misses <= (len(KINDS) - HASHED) * TOP_K
         assert counts.hits - before.hits >= HASHED * TOP_K
 
@@ -75,7 +75,7 @@ def test_steps_on_a_gpu_miss_nothing_that_is_known(hashed: Path) -> None:
 
 
 def test_what_was_expected_in_vain_takes_no_room(hashed: Path) -> None:
-    """A step that never came leaves its slots to the next one, more than half of them at once."""
+    """A step that was cancelled leaves more than half of its slots to the next one."""
     model, whole = with_share(hashed, 0.0), tandem.load(hashed)
     ahead = TokenRouted(model)
     with torch.inference_mode():

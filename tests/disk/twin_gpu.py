@@ -1,4 +1,4 @@
-"""Device `cuda` on its CPU twins, with the CPU's own kernels: the same bits whatever is planned."""
+"""Device `cuda` on CPU twins with the CPU's kernels: the plan changes no bit."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from tests.experts.lazy_streams import LazyStreams
 
 
 class _At(NamedTuple):
-    """Experts at addresses."""
+    """Experts at given addresses."""
 
     found: Sequence[int]
 
@@ -31,7 +31,7 @@ class _At(NamedTuple):
 
 
 class NativeKernels(TorchKernels):
-    """The CPU's kernels on the twin's slots, whose memory is the host's."""
+    """The CPU's kernels on the twin's slots, which are in host memory."""
 
     def __init__(self) -> None:
         self._kernels = ExpertKernels(CpuThreads(num_threads=1))
@@ -46,7 +46,7 @@ class NativeKernels(TorchKernels):
 
 @contextmanager
 def twin_gpu(streams: LazyStreams) -> Iterator[LazyStreams]:
-    """Let models that are loaded for device `cuda` run on these streams."""
+    """Run models that are loaded for device `cuda` on these streams."""
     with pytest.MonkeyPatch.context() as patch:
         gpu = Gpu("twin", (9, 0), 1 << 30)
         patch.setattr(cuda_machine, "require_cuda", lambda *args, **options: gpu)

@@ -1,4 +1,4 @@
-"""Captured steps on the CPU twin, for tests: a store, slots in host memory, random tokens."""
+"""Captured steps on the CPU twin: a store, slots in host memory, random tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,11 +24,11 @@ from tandem.policy.step_path import CAPTURE_SIZES
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_machine
 
 PATIENCE = 20.0
-SLOW_CPU = 5e-3  # seconds of an expert, for which fetched ones are waited for
+SLOW_CPU = 5e-3  # seconds of an expert; fetched experts are waited for
 
 
 class LayerTokens(NamedTuple):
-    """What one layer gets, and where its result goes."""
+    """One layer's inputs, and the place of its result."""
 
     hidden: Tensor  # (n_tokens, HIDDEN)
     chosen: Tensor  # (n_tokens, top_k)
@@ -37,7 +37,7 @@ class LayerTokens(NamedTuple):
 
 
 def native_layers(store: HostStore) -> list[_native.RoutedLayer]:
-    """Return a store's layers as the coordinator takes them; all of them must be packed."""
+    """Return a store's layers in the coordinator's form; all of them must be packed."""
     native = [native_layer(layer, FUNCTIONS) for layer in store]
     layers = [layer for layer in native if layer is not None]
     assert len(layers) == len(native)
@@ -51,7 +51,7 @@ def random_step(
     dtype: torch.dtype = torch.float32,
     padding: float = 0.0,
 ) -> list[LayerTokens]:
-    """Return tokens for each layer; a share of the choices is padding."""
+    """Return random tokens for each layer; a share of their choices is padding."""
     found = []
     for _ in range(geometry.num_layers):
         scores = torch.rand(num_tokens, geometry.num_experts, generator=generator)
@@ -64,7 +64,7 @@ def random_step(
 
 
 def sure_of_predictions(planner: Planner) -> None:
-    """Let a planner's prediction expect what it expects for sure, and count often."""
+    """Make a planner's predictions certain and frequent."""
     prediction = planner.prediction
     assert isinstance(prediction, RegressionPredictor | NativePredictor)
     state = prediction.state()
@@ -78,7 +78,7 @@ def sure_of_predictions(planner: Planner) -> None:
 
 
 def fetching_policy(rule: str, num_slots: int, cpu: float = SLOW_CPU) -> _native.StepPolicy:
-    """Return a policy for which copies are quick, and a CPU that is slow."""
+    """Return a policy with a fast link and a slow CPU."""
     machine = make_machine(cpu=cpu, gpu=1e-5, link=2e-5)
     settings = PlannerSettings(assignment=rule, prefetch="none", never_worse_than_cpu=False)
     planner = make_planner(
@@ -91,7 +91,7 @@ def fetching_policy(rule: str, num_slots: int, cpu: float = SLOW_CPU) -> _native
 
 
 def asking_policy(num_slots: int) -> _native.StepPolicy:
-    """Return a policy that copies ahead what routers say, and nothing that is expected else."""
+    """Return a policy that copies ahead only what routers predict."""
     planner = asking_planner(num_slots)
     policy = native_step_policy(planner)
     assert policy is not None
@@ -100,7 +100,7 @@ def asking_policy(num_slots: int) -> _native.StepPolicy:
 
 
 def asking_planner(num_slots: int) -> Planner:
-    """Return what such a policy is made from."""
+    """Return the planner configuration of `asking_policy`."""
     machine = make_machine(cpu=1e-3, gpu=1e-5, link=2e-5)
     settings = PlannerSettings(
         assignment="ready-on-gpu", prediction="regression", prefetch_count=4,
@@ -124,18 +124,18 @@ def asking_planner(num_slots: int) -> Planner:
 
 
 def _counted(chosen: Tensor) -> tuple[list[int], list[int]]:
-    """Return the experts of a choice, and how many tokens each has."""
+    """Return the chosen experts and each one's number of tokens."""
     experts, tokens = chosen.unique(return_counts=True)
     return experts.tolist(), tokens.tolist()
 
 
 def right_guesses(step: Sequence[LayerTokens]) -> list[list[int]]:
-    """Return, by layer, what the next one will choose."""
+    """Return, for each layer, the experts that the next layer will choose."""
     return [call.chosen.flatten().tolist() for call in step[1:]]
 
 
 class TwinMachine:
-    """A coordinator and a twin stream over a store's layers, of one size."""
+    """A coordinator and a twin stream over a store's layers of one size."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class TwinMachine:
     ) -> None:
         """Start the threads; `most_delay` is in microseconds.
 
-        With a driver's `library` the device has a table of its own, brought ahead of each step.
+        With a driver's `library` the device has its own table, updated before each step.
         """
         self.coordinator = _native.StepCoordinator(native_layers(store), num_threads, best_isa())
         box = self.coordinator.add_mailbox(num_rows, geometry.top_k, TOKEN_DTYPES[dtype])
@@ -178,7 +178,7 @@ class TwinMachine:
         self.box = box
 
     def copy(self, layer: int, expert: int, slot: int, victim: int = -1) -> None:
-        """Ask for a copy between steps."""
+        """Submit a copy between steps."""
         self.coordinator.submit([(layer, expert, slot, victim)])
 
     def start(
@@ -191,10 +191,9 @@ class TwinMachine:
         asks: bool = False,
         is_known: bool = False,
     ) -> None:
-        """Begin a step as a captured one begins: entries are cleared ahead of the launch.
+        """Begin a step like a captured one: clear its entries before the launch.
 
-        It is decided by another `rule` than the last one, if one is given by its number. With
-        `is_known` what it will choose is known now.
+        `rule` selects another rule by its number. With `is_known` the step's choices are announced.
         """
         self._step = step  # its tensors must live until the twin has ended
         self.coordinator.begin_step(self.box, PATIENCE)
@@ -224,7 +223,7 @@ class TwinMachine:
         asks: bool = False,
         is_known: bool = False,
     ) -> None:
-        """Do a step whole; raises `StepLostError`."""
+        """Run a whole step; raises `StepLostError`."""
         self.start(step, rule, predicts=predicts, asks=asks, is_known=is_known)
         try:
             self.coordinator.finish_step(patience)
@@ -232,6 +231,6 @@ class TwinMachine:
             self.twin.join()
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self.twin.join()
         self.coordinator.close()

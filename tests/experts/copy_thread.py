@@ -1,7 +1,7 @@
-"""The link on the wall clock: a thread that copies expert by expert, the needed ones first.
+"""The link on the wall clock: a thread that copies expert by expert, urgent copies first.
 
-The order of `copy_engine` is kept by two rules, both checked under one lock (`Slots.changed`):
-a copy is written only if `Slots.can_write` says so, and it lands when it has been.
+Two rules, both checked under one lock (`Slots.changed`), keep the order of `copy_engine`: a copy is
+written only if `Slots.can_write` allows it, and it arrives once it is written.
 """
 
 import threading
@@ -18,7 +18,7 @@ from tandem.policy.plan import Copy, Geometry
 
 @dataclass(slots=True)
 class Job:
-    """A copy that has not landed."""
+    """A copy that has not arrived."""
 
     copy: Copy
     generation: int
@@ -27,7 +27,7 @@ class Job:
 
 
 class CopyThread(CopyEngine):
-    """Copies on a thread of its own, at a settable bandwidth."""
+    """Copies on a thread of its own at a settable bandwidth."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class CopyThread(CopyEngine):
         *,
         bytes_per_second: float | None = None,
     ) -> None:
-        """Start the thread; `bytes_per_second` None copies as fast as the memory does."""
+        """Start the thread; with `bytes_per_second` None it copies at memory speed."""
         self.slots = slots
         self._store = store
         self._geometry = geometry
@@ -52,7 +52,7 @@ class CopyThread(CopyEngine):
         self._thread.start()
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Queue copies; raises the error that has stopped the link, if one has."""
+        """Queue copies; raises the error that stopped the link, if any."""
         with self.slots.changed:
             self._raise_error()
             for copy in copies:
@@ -62,7 +62,7 @@ class CopyThread(CopyEngine):
             self.slots.changed.notify_all()
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim slots; copies into them that a layer now waits for become urgent."""
+        """Claim slots; copies into them become urgent."""
         use = self.slots.begin_use(slots, keys)
         with self.slots.changed:
             for job in self._queue:
@@ -71,14 +71,14 @@ class CopyThread(CopyEngine):
         return use
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
-        """Return the copies that have ended since the last call."""
+        """Return the copies that arrived since the last call."""
         with self.slots.changed:
             self._raise_error()
             arrived, self._arrived = self._arrived, []
         return arrived
 
     def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Give up copies of a layer that have not begun and that no layer waits for."""
+        """Cancel the layer's copies that have not begun and that no layer waits for."""
         cancelled = []
         with self.slots.changed:
             for job in [*self._queue]:
@@ -92,13 +92,13 @@ class CopyThread(CopyEngine):
         return cancelled
 
     def drain(self) -> None:
-        """Return when every copy has ended; raises the error that has stopped the link."""
+        """Wait for all copies; raises the error that stopped the link, if any."""
         with self.slots.changed:
             self.slots.changed.wait_for(lambda: not self._queue or self._error)
             self._raise_error()
 
     def close(self) -> None:
-        """End the thread; copies that have not ended are dropped."""
+        """Stop the thread; unfinished copies are dropped."""
         with self.slots.changed:
             self._is_closing = True
             self.slots.changed.notify_all()
@@ -132,11 +132,11 @@ class CopyThread(CopyEngine):
         return self.most_urgent([j for j in self._queue if can_write(j.copy.slot, j.generation)])
 
     def most_urgent(self, ready: list[Job]) -> Job | None:
-        """Return which of the copies that may be written now is written first."""
+        """Return the next copy among those that may be written now."""
         return min(ready, key=lambda job: not job.is_needed, default=None)
 
     def write(self, job: Job) -> None:
-        """Copy an expert, and take as long as the bandwidth says."""
+        """Copy an expert, taking the time that the bandwidth implies."""
         begin, num_bytes = time.perf_counter(), 0
         memory = self.slots.memory(job.copy.slot)
         with self._store[job.copy.layer].hold(job.copy.expert) as extents:

@@ -14,10 +14,10 @@ _GET_ADDRESS = ctypes.CFUNCTYPE(
 
 
 class DriverLibrary:
-    """A library of its own, and what it is to do."""
+    """A copy of the fake driver, and its settings."""
 
     def __init__(self, directory: Path) -> None:
-        """Compile it to a new file."""
+        """Compile the library to a new file."""
         self.path = str(directory / "libfake_cuda.so")
         command = ["cc", "-shared", "-fPIC", "-O1", "-pthread", "-o", self.path, str(SOURCE)]
         subprocess.run(command, check=True)
@@ -32,26 +32,26 @@ class DriverLibrary:
         has_context: bool = True,
         hidden: str = "",
     ) -> None:
-        """Choose how late streams are, in microseconds, which calls fail, which function lacks."""
+        """Set the delay in microseconds, the calls' error codes, and the missing function."""
         self._library.fake_reset(delay, copy_code, write_code, has_context, hidden.encode())
 
     def hold(self, *, holds: bool) -> None:
-        """Let nothing happen on the streams, or all that is queued."""
+        """Hold all work on the streams, or release it."""
         self._library.fake_hold(int(holds))
 
     @property
     def num_left(self) -> int:
-        """Streams and events that have not been given back."""
+        """The number of streams and events that have not been destroyed."""
         return int(self._library.fake_left())
 
     @property
     def num_copies(self) -> int:
-        """Copies so far."""
+        """The number of copies so far."""
         return int(self._library.fake_copies())
 
 
 class FakeDriver:
-    """Functions by name and version: gives the newest that is no newer than what is asked for."""
+    """Functions by name and version: returns the newest one that is not newer than requested."""
 
     def __init__(self) -> None:
         self.functions: dict[tuple[str, int], Any] = {}  # by name and the version it came with

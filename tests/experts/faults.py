@@ -1,4 +1,4 @@
-"""A link and a device that go wrong on demand: pauses, another order, errors, limits."""
+"""A link and a device that fail on demand: pauses, reordering, errors, limits."""
 
 import random
 import time
@@ -17,7 +17,7 @@ from tests.experts.threaded_device import ThreadedDevice
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """Makes a link irregular: random pauses, random order, errors."""
+    """Disturbs a link with random pauses, random order and errors."""
 
     random: random.Random
     longest_pause_seconds: float = 0.0
@@ -26,7 +26,7 @@ class Disturbance:
 
 
 class DisturbedLink(CopyThread):
-    """Copies on a thread of its own, with a disturbance."""
+    """A link with a thread of its own and a disturbance."""
 
     def __init__(self, *parts: Any, disturbance: Disturbance, **options: Any) -> None:
         self.disturbance = disturbance  # before the thread starts
@@ -46,7 +46,7 @@ class DisturbedLink(CopyThread):
 
 
 class FaultyDevice(ThreadedDevice):
-    """An emulated device whose batches fail on demand, and which pins no more than it is let."""
+    """An emulated device whose batches fail on demand, and with a limit on pinned memory."""
 
     fault: Callable[[], None] | None = None
     """Called before every batch; what it raises happens to the batch."""

@@ -1,8 +1,8 @@
-"""A simulated GPU, as unkind as the rules allow: the CPU twin of `CudaStreams`.
+"""A simulated GPU that runs work as late as allowed: the CPU twin of `CudaStreams`.
 
-Work is only noted when it is queued. It runs when a thread waits, in an order that is drawn at
-random from those that streams and events leave open, and "pinned" host memory that is still being
-read is not protected: an executor that forgets an event computes with other bytes.
+Queued work is only recorded. It runs when a thread waits, in a random order among those that
+streams and events allow. Nothing protects "pinned" host memory that is still being read, so an
+executor that forgets an event computes with wrong bytes.
 """
 
 import random
@@ -18,7 +18,7 @@ from tandem.experts.cache.sizing import DeviceMemory, OutOfDeviceMemoryError
 
 
 class LazyEvent:
-    """A place in a stream's order."""
+    """A position in a stream's order."""
 
     def __init__(self, streams: "LazyStreams", stream: Stream) -> None:
         self._streams, self.stream = streams, stream
@@ -36,7 +36,7 @@ class LazyEvent:
 
 
 class _Step(NamedTuple):
-    """What a stream does next: some work, an event to wait for, or an event to set."""
+    """One entry of a stream: work, an event to wait for, or an event to set."""
 
     work: Work | None = None
     wait: LazyEvent | None = None
@@ -44,7 +44,7 @@ class _Step(NamedTuple):
 
 
 class LazyStreams(CudaStreams):
-    """Streams whose work runs late."""
+    """Streams that run their work late."""
 
     name = "lazy"
     device = torch.device("cpu")
@@ -52,7 +52,7 @@ class LazyStreams(CudaStreams):
     def __init__(
         self, seed: int = 0, total_bytes: int = 1 << 30, *, is_eager: bool = False
     ) -> None:
-        """With `is_eager` work runs at once: for models, which read results without a stream."""
+        """Create the streams; with `is_eager` work runs at once, for models without streams."""
         self._is_eager = is_eager
         self.random = random.Random(seed)
         self.num_waits = 0
@@ -143,18 +143,18 @@ class LazyStreams(CudaStreams):
         self.pinned_bytes -= memory.nbytes
 
     def require_whole(self) -> None:
-        """Raise as CUDA does once an error has broken it: at every wait."""
+        """Raise at every wait once an error has broken the device, as CUDA does."""
         if self.broken is not None:
             raise self.broken
 
     def maybe_run(self) -> None:
-        """Let some work run, as a GPU does while the host is at other things."""
+        """Run some queued work, as a GPU does while the host is busy."""
         for _ in range(self.random.randrange(4)):
             if any(self._queues.values()):
                 self.run_one()
 
     def run_one(self) -> None:
-        """Run the next step of a stream that need not wait, drawn at random."""
+        """Run the next entry of a random stream that does not have to wait."""
         ready = [
             stream
             for stream, steps in self._queues.items()

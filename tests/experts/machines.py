@@ -1,4 +1,4 @@
-"""Small stores and made-up machines for tests that drive the executors directly."""
+"""Small stores and made-up machines for tests that call the executors directly."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ FUNCTIONS = ExpertFunctions(activate=gate, native=ACTIVATION, unpacked_activate=
 
 
 def make_store(geometry: Geometry = GEOMETRY, expert_dtype: str | None = "int8") -> HostStore:
-    """Return distinct random experts; `expert_dtype` None keeps them fp32 and plain."""
+    """Return random, distinct experts; with `expert_dtype` None they are plain fp32."""
     generator = torch.Generator().manual_seed(0)
     store = HostStore()
     shapes: dict[str, tuple[int, ...]] = {
@@ -64,7 +64,7 @@ def make_machine(
     link_slowdown: float = 1.2,
     expert_bytes: int = 4096,
 ) -> Machine:
-    """Return a machine whose times are in units of one token's expert on the CPU."""
+    """Return a machine whose unit of time is one token's expert on the CPU."""
     tokens = (1, 2, 4, 8, 16, 64)
     shape = ShapeCosts(
         shape="test",

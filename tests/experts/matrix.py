@@ -1,4 +1,4 @@
-"""Every choice of policies, size and batch against the CPU alone: python -m tests.experts.matrix"""
+"""Compares every combination of policies with the CPU alone: python -m tests.experts.matrix"""
 
 import itertools
 import sys
@@ -21,7 +21,7 @@ def main() -> int:
         POLICIES.predictions.names(),
         POLICIES.prefetches.names(),
     )
-    # Without a prediction nothing is copied ahead, and the other way round: those are the same.
+    # Without a prediction nothing is copied ahead, and vice versa: those are equal.
     choices = dict.fromkeys(itertools.starmap(settings_of, itertools.product(*names)))
     for done, settings in enumerate(choices, 1):
         for num_slots, batch in itertools.product(SLOTS, BATCHES):

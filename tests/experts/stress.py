@@ -1,8 +1,8 @@
-"""A real-clock run under random delays, sizes, faults and interruptions.
+"""A stress test on the wall clock with random delays, sizes, faults and interruptions.
 
 python -m tests.experts.stress --minutes 30
 
-Every result is compared with the CPU's to the bit; memory and threads must not grow.
+Results must be bit-identical to the CPU's; memory and threads must not grow.
 """
 
 import argparse
@@ -35,12 +35,12 @@ _GROWTH_BYTES = 64 << 20
 
 
 class Interruption(BaseException):
-    """Stands for Ctrl-C, at a random moment of this thread."""
+    """Stands for Ctrl-C, raised at a random moment of this thread."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a stress run has done."""
+    """The counts of a stress run."""
 
     engines: int = 0
     steps: int = 0
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class _Trouble:
-    """Raises something now and then."""
+    """Raises an error at random."""
 
     def __init__(self, draw: random.Random, error: BaseException, chance: float) -> None:
         self._draw, self._error, self._chance = draw, error, chance
@@ -75,7 +75,7 @@ def _settings(draw: random.Random) -> PlannerSettings:
 
 
 def _one_engine(draw: random.Random, outcome: Outcome) -> None:
-    """Run one engine for some steps, troubled."""
+    """Run some steps of one engine with disturbances."""
     store = make_store()
     alone = CpuExecutor(store, CpuThreads(num_threads=1))
     disturbance = Disturbance(
@@ -134,19 +134,19 @@ def _step(
 
 
 def memory_bytes() -> int:
-    """Return what of this process is in memory."""
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def require_no_growth(memory: Sequence[int]) -> None:
-    """Raise AssertionError if a process takes more in the end than in its first third."""
+    """Raise AssertionError if memory at the end exceeds that of the first third."""
     growth = memory[-1] - max(memory[: len(memory) // 3], default=memory[-1])
     assert growth < _GROWTH_BYTES, f"memory has grown by {growth} bytes"
 
 
 def stress(*, seconds: float, seed: int) -> Outcome:
-    """Run engines, one after another; raises AssertionError for what must not happen."""
+    """Run engines one after another; raises AssertionError for wrong results or growth."""
     draw = random.Random(seed)
     outcome = Outcome()
     end, before = time.monotonic() + seconds, set(threading.enumerate())

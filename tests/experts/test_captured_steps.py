@@ -1,4 +1,4 @@
-"""Captured decode steps between planned prompts: one expert cache, the CPU executor's bits."""
+"""Tests of captured decode steps between planned prompts: one expert cache, the CPU's bits."""
 
 import random
 import threading
@@ -54,7 +54,7 @@ def step(
 
 
 def check_slots(executor: HybridExecutor, store: HostStore) -> None:
-    """What the planner says is in a slot, is."""
+    """Assert that each slot holds the expert that the planner says."""
     assert executor.captured is not None
     executor.captured.leave()
     executor.cache.engine.drain()  # planned copies may still be under way
@@ -96,7 +96,7 @@ def test_decode_steps_are_captured_and_prompts_planned(
 def test_the_device_computes_what_is_fetched_meanwhile(
     executor: HybridExecutor, store: HostStore
 ) -> None:
-    """Slots of the cache are lent for it, and prompts have them back."""
+    """The cache lends slots for fetched experts; prompts get them back."""
     events, most_lent = list[LayerExecuted](), 0
     executor.listeners.append(events.append)
     residency = executor.cache.planner.residency
@@ -113,7 +113,7 @@ def test_the_device_computes_what_is_fetched_meanwhile(
 def test_experts_of_the_next_layer_are_copied_ahead_and_computed_by_the_device(
     store: HostStore, rule: str
 ) -> None:
-    """What is not admitted leaves with the step; planned steps go on from there."""
+    """Experts that are not admitted leave after the step; planned steps continue from there."""
     settings = PlannerSettings(
         assignment=rule, prediction="regression", prefetch_count=2, predicting_sizes=(1, 2)
     )
@@ -244,7 +244,7 @@ def test_a_lost_step_is_a_sentence_and_the_next_is_right(
 def test_a_thread_that_does_not_come_back_loses_the_device(
     executor: HybridExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A debugger has stopped it, say."""
+    """For example, a debugger has stopped the thread."""
     captured, goes_on = executor.captured, threading.Event()
     assert isinstance(captured, TwinSteps)
     executor.begin_step([1], is_prefill=False)

@@ -1,4 +1,4 @@
-"""Captured steps on the CPU twin: the CPU executor's bits, whatever happens."""
+"""Tests of captured steps on the CPU twin: always the CPU executor's bits."""
 
 import random
 import threading
@@ -58,7 +58,7 @@ def check(machine: TwinMachine, store: HostStore, step: list[LayerTokens]) -> No
 @pytest.mark.parametrize("dtype", TOKEN_DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 2, 8])
 def test_bits_equal_those_of_the_cpu(name: str, dtype: torch.dtype, num_rows: int) -> None:
-    """All on the CPU, half resident, all resident; full batches, padding tokens, padding."""
+    """None, half and all of the experts resident; full batches, padding tokens, padded choices."""
     store, generator = make_store(expert_dtype=name), torch.Generator().manual_seed(num_rows)
     machine = TwinMachine(store, num_rows, num_slots=NUM_EXPERTS, dtype=dtype)
     for resident in (0, NUM_EXPERTS // 2, NUM_EXPERTS):
@@ -124,7 +124,7 @@ def test_a_device_that_stops_is_told_from_a_thread_that_does(
 def test_a_device_that_comes_later_than_the_watchdog_waits_is_let_go(
     store: HostStore, machine: TwinMachine
 ) -> None:
-    """Found by the stress run: once lost, a step was given up while the device was under way."""
+    """The stress test found it: the step was given up while the device was still running."""
     machine.twin.set_dense_seconds(0.1)
     with pytest.raises(_native.StepLostError, match="layer 0 was not reached by the device"):
         machine.run(random_step(1, torch.Generator()), patience=0.03)
@@ -149,7 +149,7 @@ def assert_soon(event: threading.Event) -> None:
 
 
 def test_copies_that_block_until_the_step_ends_stop_nothing(store: HostStore) -> None:
-    """A driver may take a lock that a running graph holds."""
+    """A driver may hold a lock while a graph runs."""
     may_copy = threading.Event()
     machine = TwinMachine(store, 1, num_slots=2, before_copy=lambda: assert_soon(may_copy))
     machine.copy(0, 1, 0)
@@ -185,7 +185,7 @@ def test_each_miss_is_fetched_or_computed_by_the_cpu(
 
 @pytest.mark.parametrize("rule", IN_GRAPH[1:])
 def test_the_cpu_claims_what_a_blocked_driver_does_not_bring(store: HostStore, rule: str) -> None:
-    """The graph never waits for a copy alone: the driver may wait for the graph."""
+    """The graph never waits for a copy alone, because the driver may wait for the graph."""
     may_copy = threading.Event()
     machine = TwinMachine(
         store, 1, num_slots=12, policy=fetching_policy(rule, 12),
@@ -198,7 +198,7 @@ def test_the_cpu_claims_what_a_blocked_driver_does_not_bring(store: HostStore, r
             assert record[-1] == []
     may_copy.set()
     machine.coordinator.drain_copies()
-    assert machine.table.any()  # those that had got a slot have come
+    assert machine.table.any()  # experts that had a slot have arrived
     for seed in range(3, 6):
         check(machine, store, random_step(1, torch.Generator().manual_seed(seed)))
     machine.close()
@@ -233,7 +233,7 @@ def test_what_the_next_router_says_is_copied_ahead_and_computed_by_the_device(
 def test_what_is_known_is_copied_ahead_of_a_step_and_computed_by_the_device(
     store: HostStore, num_rows: int
 ) -> None:
-    """Also behind a step that was given up before its first layer."""
+    """This also holds after a step that was given up before its first layer."""
     machine = TwinMachine(store, num_rows, num_slots=12, policy=asking_policy(12))
     for device in (machine.twin, machine.coordinator):
         device.set_dense_seconds(1e-3)
@@ -263,7 +263,7 @@ def test_what_is_known_is_copied_ahead_of_a_step_and_computed_by_the_device(
 
 
 def test_no_guess_is_taken_of_what_is_known(store: HostStore) -> None:
-    """Nor waited for: whether hints come true is counted for each that is taken."""
+    """Hints for a known layer are neither used nor waited for, so they are not counted."""
     planner = asking_planner(12)
     predictor, policy = planner.prediction, native_step_policy(planner)
     assert policy is not None
@@ -286,7 +286,7 @@ def test_a_guess_that_does_not_come_is_not_waited_for(store: HostStore) -> None:
     machine.twin.set_guesses(right_guesses(step))
     check(machine, store, step)
     machine.coordinator.take_decided()
-    machine.twin.set_guesses([])  # what an earlier step has guessed is not taken for this one's
+    machine.twin.set_guesses([])  # an earlier step's prediction is not used for this one
     check(machine, store, step)
     assert not [copies for *_, copies in machine.coordinator.take_decided() if copies]
     machine.close()
@@ -323,7 +323,7 @@ def test_a_copy_that_fails_is_said_and_stops_no_step(store: HostStore) -> None:
 def step_with_copies(
     machine: TwinMachine, store: HostStore, draw: random.Random, num_rows: int = 1
 ) -> int:
-    """Run 40 steps, with copies of experts into the slots all the time; return the hits."""
+    """Run 40 steps while experts are copied into the slots; return the number of hits."""
     held: list[tuple[int, int] | None] = [None] * len(machine.slots)
     arrived, hits = set[tuple[int, int]](), 0
     for seed in range(40):
@@ -344,7 +344,7 @@ def step_with_copies(
 def test_slots_hold_what_the_table_says_in_any_interleaving(
     store: HostStore, num_rows: int
 ) -> None:
-    """Copies of experts into few slots all the time, with everything late at random."""
+    """Copy experts into few slots while all delays are random."""
     draw, num_slots = random.Random(num_rows), 6
     machine = TwinMachine(
         store, num_rows, num_slots=num_slots, most_delay=150,

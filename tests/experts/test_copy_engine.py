@@ -1,4 +1,4 @@
-"""The happens-before order that stands at the top of copy_engine.py, rule by rule."""
+"""Tests of the happens-before order at the top of copy_engine.py, rule by rule."""
 
 import random
 import threading
@@ -22,7 +22,7 @@ from tests.experts.faults import Disturbance, DisturbedLink
 from tests.experts.machines import GEOMETRY, make_machine
 
 NUM_SLOTS = 4
-SECONDS = 20.0  # a test that waits so long has failed
+SECONDS = 20.0  # a test that waits this long has failed
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def slots(store: HostStore) -> Slots:
 
 
 class Gate:
-    """A link that stands still until it is opened, and says what it is about to copy."""
+    """A link that blocks until it is opened, and reports the copy that it is about to make."""
 
     def __init__(self, is_open: bool = False) -> None:
         self._event = threading.Event()
@@ -161,7 +161,7 @@ def test_a_use_waits_for_the_last_byte(store: HostStore, link: CopyThread, gate:
 def test_two_experts_through_one_slot_are_each_used_in_turn(
     store: HostStore, link: CopyThread, gate: Gate
 ) -> None:
-    """The ring: copy, use, copy, use, all submitted before anything has landed."""
+    """Submit copy, use, copy, use through the ring before any copy has arrived."""
     uses = []
     for expert in (3, 5, 6):
         link.submit([copy(expert, slot=1)], is_needed=True)

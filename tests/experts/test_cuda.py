@@ -1,4 +1,4 @@
-"""The GPU's device and link without a GPU: their own code on `LazyStreams`, the CPU twin."""
+"""Tests of the GPU's device and link without a GPU: their real code on `LazyStreams`."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def make_twin(
     link: Link = FAST,
     kernels: TorchKernels | None = None,
 ) -> HybridExecutor:
-    """Return a hybrid executor on the GPU's code and the twin's streams."""
+    """Return a hybrid executor that runs the GPU's code on the twin's streams."""
     wall, kernels = WallClock(), kernels or TorchKernels()
     device = CudaDevice(streams, kernels, on_busy=wall.add_gpu, is_watched=wall.is_watched)
 
@@ -65,7 +65,7 @@ def make_twin(
 def run_both(
     executor: HybridExecutor, store: HostStore, streams: LazyStreams, *, steps: int = 12
 ) -> None:
-    """Run a prompt and steps on the twin and on the CPU; every layer's result must be equal."""
+    """Run a prompt and steps on the twin and on the CPU; assert that all results are equal."""
     alone, generator = (
         CpuExecutor(store, CpuThreads(num_threads=1)),
         torch.Generator().manual_seed(7),
@@ -78,7 +78,7 @@ def run_both(
             call = route(num_tokens, generator)
             before = streams.num_waits
             outs.append(executor.execute(layer, *call, FUNCTIONS))
-            # One for the router's choice; a second where the CPU alone computed the layer.
+            # One for the router's choice; a second if the CPU alone computed the layer.
             assert streams.num_waits - before <= 2
             expected.append(alone.execute(layer, *call, FUNCTIONS))
     streams.synchronize()
@@ -104,7 +104,7 @@ def test_results_are_right_in_every_order_that_events_allow(
 
 
 def test_plans_change_the_last_bits_on_a_gpu_and_no_more() -> None:
-    """Only the CPU's kernels round activations to int8: docs/runtime.md tells so."""
+    """Only the CPU's kernels round activations to int8; see docs/runtime.md."""
     packed, outs = make_store(), []
     call = route(3, torch.Generator().manual_seed(7))
     for assignment in ("cpu-only", "gpu-only"):
@@ -122,7 +122,7 @@ def test_plans_change_the_last_bits_on_a_gpu_and_no_more() -> None:
 def test_the_twin_notices_a_forgotten_event(
     store: HostStore, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above could otherwise pass for want of disorder."""
+    """Without this check, the test above could pass because the order is never random."""
     stream = Stream.COMPUTE if forgotten == "wait for the copy" else Stream.FETCH
     right = LazyStreams.wait
     monkeypatch.setattr(
@@ -159,7 +159,7 @@ def test_copies_ahead_are_held_until_the_link_needs_them_and_queued_together(
         slow.submit([Copy(0, expert, expert, None)], is_needed=False)
     slow.flush()
     assert streams.num_copies == [2 * len(store[0].extents(0))]  # two experts in one call
-    assert slow.cancel(0, [0, 1, 4, 5]) == [4, 5]  # what is queued is copied
+    assert slow.cancel(0, [0, 1, 4, 5]) == [4, 5]  # the queued copy completes
     arrived = set[int]()
     while len(arrived) < 4:
         arrived |= {expert for _, expert, _ in slow.arrivals()}
@@ -320,7 +320,7 @@ def test_a_copy_reports_once_its_bytes_are_there(store: HostStore) -> None:
 def test_batches_are_timed_only_while_somebody_watches(
     store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two timed events a batch cost the host tens of microseconds a layer."""
+    """Two timed events a batch cost the host tens of microseconds per layer."""
     streams = LazyStreams(3)
     timed: list[bool] = []
     record = streams.record

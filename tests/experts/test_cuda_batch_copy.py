@@ -1,4 +1,4 @@
-"""The driver's batched copy: what it is called with, on a function with the driver's signature."""
+"""Tests of the driver's batched copy: the arguments of a function with the driver's signature."""
 
 import ctypes
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def test_the_driver_is_given_every_copy_and_one_set_of_attributes() -> None:
         targets, sources, sizes, count, attributes, first, num_attributes, _, stream = args
         for i in range(count):
             ctypes.memmove(targets[i], sources[i], sizes[i])
-        # Access order, two hints that say nothing, flags: 24 bytes as in cuda.h.
+        # Access order, two empty hints, flags: 24 bytes as in cuda.h.
         seen.update(
             attributes=list((ctypes.c_int32 * 6).from_address(attributes)),
             first=first[0],
@@ -59,7 +59,7 @@ def test_a_refusal_is_the_drivers_code() -> None:
 
 
 def test_the_version_is_asked_for_whose_signature_is_meant() -> None:
-    """CUDA 13 has another function of this name, and dlsym finds whichever was first."""
+    """CUDA 13 has another function of this name; dlsym returns whichever was first."""
     driver = FakeDriver()
     driver.functions["cuMemcpyBatchAsync", 12080] = DRIVER(lambda *args: 0)
     batch = find_batch_copy(lambda name: driver)

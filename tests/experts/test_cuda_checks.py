@@ -1,4 +1,4 @@
-"""What a machine lacks for the device `cuda` is one sentence."""
+"""Tests that a machine that cannot run device `cuda` gets a one-sentence error."""
 
 from collections.abc import Sequence
 

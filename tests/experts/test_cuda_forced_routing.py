@@ -1,4 +1,4 @@
-"""Forced routing on a GPU: a step's choices are brought there once, so that timing sees no wait."""
+"""Tests of forced routing on a GPU: a step's choices are copied once, without a wait."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from tandem.trace import RoutingTrace, TraceMeta
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store
 
 NUM_LAYERS = 6
-# Memory without contents that lies elsewhere: copies to it are as to a GPU, for who counts them.
+# Memory without contents on another device, so that copies to it count as copies to a GPU.
 ELSEWHERE = torch.device("meta")
 
 
 class Copies(TorchDispatchMode):
-    """Notes the copies from one device to another, and whether they let the host go on."""
+    """Records copies between devices, and whether they are asynchronous."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,7 +35,7 @@ class Copies(TorchDispatchMode):
 
 
 class Noting(Executor):
-    """Computes nothing, and notes what it was asked."""
+    """Computes nothing and records its calls."""
 
     def __init__(self) -> None:
         super().__init__(make_store(GEOMETRY._replace(num_layers=NUM_LAYERS)))

@@ -1,4 +1,4 @@
-"""What is measured of a GPU: experts that lie in memory and not in a cache, and the host's work."""
+"""Tests of measuring a GPU: experts that are not in a processor's cache, and host work."""
 
 import dataclasses
 import time
@@ -29,7 +29,7 @@ PREPARING_SECONDS, SENDING_SECONDS = 3.0, 0.5
 
 
 class Clock:
-    """Time that passes where this file says so, and a little whenever it is asked for."""
+    """A clock that this file advances, plus a little at each reading."""
 
     now = 0.0
 
@@ -39,7 +39,7 @@ class Clock:
 
 
 class Noting(TorchKernels):
-    """Notes which experts' memory it reads; to prepare a batch takes the host a while."""
+    """Records which experts' memory it reads; preparing a batch takes host time."""
 
     def __init__(self, clock: Clock) -> None:
         self.read: list[int] = []
@@ -52,7 +52,7 @@ class Noting(TorchKernels):
 
 
 class SlowUploads(CudaDevice):
-    """A GPU to which the host's rows take a while."""
+    """A GPU to which uploads of host tokens are slow."""
 
     clock: Clock
 
@@ -62,7 +62,7 @@ class SlowUploads(CudaDevice):
 
 
 class Streams(LazyStreams):
-    """Streams whose copies take a hundredth of what a launch costs the host."""
+    """Streams whose copies take a hundredth of a launch's host time."""
 
     def seconds(self, stream: Stream, work: Work) -> float:
         super().seconds(stream, work)
@@ -76,7 +76,7 @@ def measured(
     clock: Clock,
     graph: Callable[[float], HostCosts] | None = None,
 ) -> tuple[HardwareProfile, HardwareProfile]:
-    """Return a profile before and after the GPU has been measured."""
+    """Return a profile before and after measuring the GPU."""
     streams = Streams(is_eager=True)
     streams.l2_bytes = CACHE_BYTES
     device = SlowUploads(streams, kernels)
@@ -100,7 +100,7 @@ def measured(
 
 
 def bytes_between_uses(read: Sequence[int], image_bytes: int) -> int:
-    """Return how many bytes are read at least from one use of an expert's memory to the next."""
+    """Return the minimum number of bytes read between two uses of the same expert's memory."""
     last: dict[int, int] = {}
     least = len(read)
     for place, address in enumerate(read):
@@ -136,7 +136,7 @@ def test_the_hosts_work_is_measured_and_charged_to_layers_fetches_and_cpu_expert
         host.cpu_end_seconds
     )
     assert now.link_seconds_per_expert == host.fetch_seconds
-    # Copies ahead are queued by what the link itself can do.
+    # Copies ahead are limited by the link's own rate.
     link = PREPARING_SECONDS / 100 / 8
     assert alone.link_seconds_per_expert == pytest.approx(link)
     assert after.link_bytes_per_second == pytest.approx(now.expert_bytes / link)
@@ -154,7 +154,7 @@ def test_steps_that_are_one_graph_have_costs_of_their_own(
             graph_costs(NeverRings(), streams, HIDDEN, 1e-6, limits=impatient)
     assert costs.layer_seconds > 0
     assert costs.cpu_begin_seconds == costs.cpu_end_seconds >= 0
-    assert costs.second_launch_seconds >= costs.layer_seconds  # two kernels more, and their taking
+    assert costs.second_launch_seconds >= costs.layer_seconds  # two more kernels, and fetching
     assert 0 < costs.copy_wake_seconds < 1
     assert costs.asking_seconds >= 0
 

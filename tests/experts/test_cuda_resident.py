@@ -1,4 +1,4 @@
-"""Layers that are all on the GPU, without a plan: the kernels interpreted on the CPU."""
+"""Tests of layers with all experts on the GPU, unplanned: the kernels run interpreted."""
 
 from types import ModuleType
 
@@ -63,7 +63,7 @@ def test_only_what_stays_resident_is_served(store: HostStore, triton_experts: Mo
 def test_a_planned_step_asks_nothing_of_the_host_for_them(
     store: HostStore, triton_experts: ModuleType, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts, too: the router's choice goes to the host for listeners alone."""
+    """Prompts too: the router's choice is copied to the host only for listeners."""
     num_slots = PlannerSettings().slots_for(NUM_EXPERTS)
     executor = make_executor(store, num_slots, resident=range(NUM_EXPERTS))
     whole = ResidentLayers(executor.cache, triton_experts.TritonExperts(), LazyStreams())

@@ -1,4 +1,4 @@
-"""Writes and waits in a stream's order, and how long kernels wait: what the driver is asked for."""
+"""Tests of stream-ordered writes and waits, and of kernel time limits: the calls of the driver."""
 
 import ctypes
 from typing import Any
@@ -33,7 +33,7 @@ def seen_at(found: Any, host: int, flags: int) -> int:
 
 
 def make_driver(calls: list[Any], code: int = 0) -> FakeDriver:
-    """Return a driver whose first versions are switched off, as real ones are by default."""
+    """Return a driver whose first versions are disabled, as in real drivers by default."""
     driver = FakeDriver()
     for name in ("cuStreamWriteValue32", "cuStreamWaitValue32"):
 
@@ -51,13 +51,13 @@ def make_driver(calls: list[Any], code: int = 0) -> FakeDriver:
 def test_the_versions_that_are_switched_on_are_called(says_where: bool) -> None:
     calls: list[Any] = []
     library = make_driver(calls)
-    if not says_where:  # a word is then at the host's own address
+    if not says_where:  # a word then has the host's own address
         library.functions["cuMemHostGetDevicePointer", 3020] = ADDRESS(lambda *args: NOT_SUPPORTED)
     signals = StreamSignals(Driver(library), lambda: STREAM)
     signals.ring(WORD)
     signals.wait(WORD)
     address = WORD.data_ptr() + OFFSET * says_where
-    # A write is behind all that came before; a wait is for the value itself.
+    # A write comes after all earlier work; a wait is for the exact value.
     assert calls == [
         ("cuStreamWriteValue32", STREAM, address, 1, 0),
         ("cuStreamWaitValue32", STREAM, address, 1, 1),
@@ -78,7 +78,7 @@ _HANDLE = 40  # of a device: no index
 
 
 class AskedDriver(FakeDriver):
-    """Says of its second device that kernels on it have a limit."""
+    """A driver whose second device limits the run time of kernels."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()

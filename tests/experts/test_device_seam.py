@@ -1,4 +1,4 @@
-"""The device's side of a layer: rows that stay there, the host's rows brought to it once."""
+"""Tests of the device's side of a layer: tokens stay there, and host tokens are copied once."""
 
 import pytest
 import torch
@@ -23,14 +23,14 @@ from tests.experts.machines import FUNCTIONS, GEOMETRY, make_machine, make_store
 
 
 class SpoiltRows(RowMemory):
-    """Spoils all memory that it hands out."""
+    """Fills all memory that it returns with garbage."""
 
     def __call__(self, num_rows: int, width: int) -> Tensor:
         return super().__call__(num_rows, width).fill_(torch.nan)
 
 
 class WatchedDevice(EmulatedDevice):
-    """Hands out spoilt memory, and notes what is brought to it."""
+    """Returns memory with garbage, and records what is copied to it."""
 
     def __init__(self) -> None:
         super().__init__(1 << 30, ExpertKernels(CpuThreads(num_threads=1)))
@@ -96,7 +96,7 @@ def test_host_rows_are_brought_to_the_device_once_a_layer_and_added_there() -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_a_batch_reads_its_own_tokens_in_their_dtype(dtype: torch.dtype, num_tokens: int) -> None:
-    """The same bits as in fp32; others' tokens, NaN here, are not looked at."""
+    """The bits are those of fp32; other tokens, NaN here, are not read."""
     store = make_store()
     hidden, index, _ = route(num_tokens, torch.Generator().manual_seed(2))
     routing = Routing(index, GEOMETRY.num_experts)

@@ -1,4 +1,4 @@
-"""Experts copied by calls of a driver while captured steps run; the driver is one without a GPU."""
+"""Tests of copies by driver calls while captured steps run; the driver has no GPU."""
 
 import random
 import time
@@ -65,7 +65,7 @@ def test_large_experts_go_in_parts(library: DriverLibrary) -> None:
 def test_the_next_expert_is_queued_before_the_last_one_has_ended(
     library: DriverLibrary, store: HostStore
 ) -> None:
-    """The link would else stand still while the thread wakes up, once an expert."""
+    """Otherwise the link would be idle once per expert while the thread wakes up."""
     library.reset()
     machine = TwinMachine(store, 1, num_slots=3, library=library.path)
     before = library.num_copies

@@ -1,4 +1,4 @@
-"""The CPU executor against the sum that defines a MoE layer, token by token."""
+"""Tests of the CPU executor against the sum that defines a MoE layer, token by token."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Experts as packed files have them, with gaps between: every path reads them as those without."""
+"""Tests of experts with gaps between them, as in packed files: all paths give equal results."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""Layers that a captured step hands over: interpreted kernels, the real coordinator beside them.
+"""Tests of layers that a captured step hands over: interpreted kernels and the real coordinator.
 
-The stream is this thread; the coordinator's thread answers what publish has written.
+This thread is the stream; the coordinator's thread answers what publish writes.
 """
 
 import threading
@@ -36,7 +36,7 @@ handed = interpreted_module("tandem.devices.cuda.handed_layers")
 
 
 class HostSignals:
-    """Does at once what a stream does in its order."""
+    """Does immediately what a stream does in its order."""
 
     name, wait_seconds = "words", 0.0
 
@@ -49,7 +49,7 @@ class HostSignals:
 
 
 class Machine:
-    """A coordinator, and the layers of a step of so many rows with some experts resident."""
+    """A coordinator and a step's layers for this many tokens, with some experts resident."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Machine:
         )
 
     def manage_slots(self, num_slots: int, rule: str) -> None:
-        """Let experts be copied as a rule decides."""
+        """Let a rule decide which experts are copied."""
         self.slots = torch.zeros(num_slots, self.store[0].image_bytes, dtype=torch.uint8)
         addresses = [slot.data_ptr() for slot in self.slots]
         self.policy = fetching_policy(rule, num_slots)
@@ -94,7 +94,7 @@ class Machine:
         )
 
     def step(self, calls: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
-        """Hand all layers over; return their results."""
+        """Hand over all layers; return their results."""
         self.coordinator.begin_step(self.number, PATIENCE)
         found = [self.layers(layer, *call, FUNCTIONS) for layer, call in enumerate(calls)]
         self.coordinator.finish_step(PATIENCE)
@@ -102,7 +102,7 @@ class Machine:
 
 
 def random_calls(num_rows: int, seed: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return hidden states, choices (one is padding) and weights for each layer."""
+    """Return hidden states, choices (one of them padding) and weights for each layer."""
     random = torch.Generator().manual_seed(seed)
     calls = []
     for _ in range(GEOMETRY.num_layers):
@@ -128,7 +128,7 @@ def test_hits_and_misses_together_are_the_layer(
     signals = make_signals() if make_signals else KernelSignals(9.0)
     machine = Machine(handed, store, num_rows, resident, signals)
     cpu = CpuExecutor(store, CpuThreads(num_threads=1))
-    for seed in range(2):  # words are as before after a step
+    for seed in range(2):  # words are unchanged after a step
         calls = random_calls(num_rows, seed)
         results = machine.step(calls)
         for layer, (call, found) in enumerate(zip(calls, results, strict=True)):
@@ -173,7 +173,7 @@ def test_what_the_host_has_fetched_is_launched_again(
         machine.memory[start : start + 8 * num_rows * GEOMETRY.top_k]
         for start in (layer * machine.box.layer_bytes + machine.box.fetched for layer in range(2))
     ]
-    assert any(bool(answer.any()) for answer in answers) <= fetches  # else nobody writes there
+    assert any(bool(answer.any()) for answer in answers) <= fetches  # no other writer
     machine.coordinator.close()
 
 
@@ -190,7 +190,7 @@ def test_a_layer_that_nobody_answers_is_given_up_and_later_ones_do_not_wait(
     calls, found = random_calls(2, 0), []
     machine.coordinator.begin_step(machine.number, PATIENCE)
     for layer, call in enumerate(calls):
-        # Those behind the first that is given up would wait for longer than this test.
+        # Layers after the first one that is given up would exceed this test's time.
         looks = {0: 1 << 30, 1: 50}.get(layer, 1 << 30)
         monkeypatch.setattr(handed.handing, "_LOOKS_OFF_GPU", looks)
         found.append(machine.layers(layer, *call, FUNCTIONS))
@@ -215,7 +215,7 @@ IMPATIENT, PATIENT = TrialLimits(come_seconds=0.1), TrialLimits(come_seconds=20.
 
 
 class ThreadStreams:
-    """Streams of which one runs, on a thread."""
+    """Several streams, one of which runs on a thread."""
 
     device = torch.device("cpu")
 
@@ -240,7 +240,7 @@ class ThreadStreams:
 
 
 class OneAtATime(ThreadStreams):
-    """A driver that holds each launch until it has ended, as with CUDA_LAUNCH_BLOCKING."""
+    """A driver that blocks each launch until it has ended, as with CUDA_LAUNCH_BLOCKING."""
 
     def run(self, stream: object, work: Callable[[], None]) -> None:
         super().run(stream, work)
@@ -254,7 +254,7 @@ def test_a_driver_that_holds_each_launch_is_found_out(handed: ModuleType, signal
 
 
 class NothingPinned(ThreadStreams):
-    """A machine that lets no memory be mapped, or no more of it."""
+    """A machine that limits how much memory can be mapped."""
 
     def pinned(self, num_bytes: int) -> Tensor:
         raise RuntimeError("CUDA error: operation not supported")
@@ -278,7 +278,7 @@ def test_a_machine_without_signals_says_so_once(monkeypatch: pytest.MonkeyPatch)
 
 
 class NeverRings(HostSignals):
-    """A machine whose writes do not reach the host."""
+    """A machine whose device writes never reach the host."""
 
     def ring(self, doorbell: Tensor) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""The hybrid step: the same bits as the CPU alone, whatever is planned."""
+"""Tests of the hybrid step: any plan gives the bits of the CPU alone."""
 
 import contextlib
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def plain_store() -> HostStore:
 
 
 def outputs(executor: Executor, batch: int, steps: int = 8) -> Iterator[torch.Tensor]:
-    """Run a prompt of three tokens a sequence and then steps of one."""
+    """Run a prompt of three tokens per sequence, then steps of one token."""
     generator = torch.Generator().manual_seed(batch)
     for step in range(steps):
         num_tokens = batch * (3 if step == 0 else 1)
@@ -72,7 +72,7 @@ def check_equal(store: HostStore, settings: PlannerSettings, num_slots: int, bat
 def test_bits_equal_those_of_the_cpu_for_every_policy(
     store: HostStore, assignment: str, prediction: str
 ) -> None:
-    """All pairs of policies, cache sizes and batches: `python -m tests.experts.matrix` has all."""
+    """`python -m tests.experts.matrix` tests all pairs of policies, cache sizes and batches."""
     evictions, by_assignment = EVICTIONS.names(), ASSIGNMENTS.names().index(assignment)
     by_both = by_assignment + POLICIES.predictions.names().index(prediction)
     for turn in range(max(len(evictions), len(SLOTS))):
@@ -104,7 +104,7 @@ def test_every_lane_takes_part(store: HostStore) -> None:
 
 
 def test_a_resident_expert_is_a_hit_whoever_computes_it(store: HostStore) -> None:
-    """The CPU takes a share where that is faster, also of what is on the device."""
+    """The CPU also computes resident experts where that is faster."""
     executor = make_executor(store, NUM_EXPERTS + 2, resident=range(NUM_EXPERTS))
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
@@ -115,7 +115,7 @@ def test_a_resident_expert_is_a_hit_whoever_computes_it(store: HostStore) -> Non
 
 
 def test_a_caller_that_defers_hears_the_same_a_layer_later(store: HostStore) -> None:
-    """Captured steps queue the next replay first; plans, events and times stay what they are."""
+    """Captured steps queue the next replay first; plans, events and times do not change."""
     heard: list[list[LayerExecuted]] = [[], []]
     for is_deferring, events in enumerate(heard):
         executor = make_executor(store, 12)

@@ -1,4 +1,4 @@
-"""The order in which a device gets a layer's experts: groups as they land, residents in between."""
+"""Tests of the order in which a device gets a layer's experts: groups as they arrive."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from tandem.policy.plan import Copy, LayerPlan
 def launched(
     gpu: int, arriving: int, slots: list[int], ring: int
 ) -> tuple[list[tuple[int, int]], list[Any]]:
-    """Return the batches (first, last) and all that was asked for, in order."""
+    """Return the batches (first, last), and all calls in order."""
     asked: list[Any] = []
     fetch = tuple(Copy(0, gpu + arriving + place, slot, None) for place, slot in enumerate(slots))
     experts = range(gpu + arriving)
@@ -43,7 +43,7 @@ def test_a_group_is_submitted_then_residents_run_then_the_group() -> None:
 @pytest.mark.parametrize("ring", [0, 2, 3, 5, 16])
 def test_no_batch_has_a_slot_twice_and_every_expert_is_in_one(ring: int) -> None:
     slots = [place % max(2, ring) for place in range(21)]
-    slots[3] = 50  # one that a cache's set has given
+    slots[3] = 50  # a slot that one of the cache's sets has lent
     batches, asked = launched(gpu=7, arriving=5, slots=slots, ring=ring)
     assert sorted(place for batch in batches for place in range(*batch)) == [*range(33)]
     for each in asked:

@@ -1,4 +1,4 @@
-"""The native decider is the plain one: on any layer, on random routing, and on recorded runs."""
+"""Tests of the native decider against the plain one: random layers, routing, recorded runs."""
 
 import dataclasses
 import random
@@ -47,9 +47,9 @@ NATIVE_SETTINGS = dataclasses.replace(TANDEM, copies_prompts=True)
 @pytest.mark.parametrize("name", NATIVE)
 @given(layer=problems(), on_disk=st.integers(0, 3**8 - 1))
 def test_every_layer_is_split_alike(name: str, layer: LayerProblem, on_disk: int) -> None:
-    """Whatever is resident, absent, under way, or on a disk; equal experts among them.
+    """Experts may be resident, absent, in transit or on a disk, and equally loaded.
 
-    A step in one graph fetches nothing of a disk, and waits for its reads.
+    A step in one graph fetches nothing from a disk and waits for its reads.
     """
     cpu, gpu = [layer.cpu[i // 2] for i in range(len(layer.cpu))], layer.gpu
     scores = [i * 7 % 3 for i in range(len(cpu))]
@@ -80,7 +80,7 @@ def test_every_layer_is_split_alike(name: str, layer: LayerProblem, on_disk: int
 
 
 class Counting:
-    """A decider that counts what another one is asked."""
+    """A decider that counts the calls of another one."""
 
     def __init__(self, decider: Decider, asked: Counter[str]) -> None:
         self._decider, self._asked, self.entries = decider, asked, decider.entries
@@ -111,7 +111,7 @@ class Counting:
 
 
 def counting(asked: Counter[str]) -> Native:
-    """Return native policies whose decider counts."""
+    """Return native policies whose decider counts its calls."""
 
     def make(plain: PlainDecider) -> Decider:
         decider = NATIVE_TABLES.decider(plain)
@@ -129,9 +129,9 @@ def counting(asked: Counter[str]) -> Native:
 def test_plans_are_alike_on_random_routing(
     link: float, never_worse: bool, max_fetches: int, slowdown: float
 ) -> None:
-    """Steps of one and more tokens, prompts, and copies that end at random.
+    """Use steps of one or more tokens, prompts, and copies that end at random.
 
-    Now and then more experts are chosen than the model would: a trace may be forced onto it.
+    Sometimes more experts are chosen than by the model, as a forced trace may do.
     """
     draw, geometry, asked = random.Random(int(10 * link)), Geometry(3, 24, 4), Counter[str]()
     settings = dataclasses.replace(
@@ -181,7 +181,7 @@ def test_plans_are_alike_on_random_routing(
 def test_plans_are_alike_on_recorded_runs(
     hardware: str, batch: int, prompt: int, *, in_graph: bool
 ) -> None:
-    """Copies end as on that machine: some late, some while their layer runs."""
+    """Copies end as on that machine: some are late, some end while their layer runs."""
     trace, profile = read_trace(TRACE), load_profile(hardware)
     geometry, counts = trace.meta.geometry, Counter[str]()
     shape = shape_for(profile, trace.meta.model, geometry)
@@ -229,7 +229,7 @@ def test_plans_are_alike_on_recorded_runs(
 def test_copies_ahead_are_alike_on_random_routing(
     link: float, *, in_graph: bool, copies_prompts: bool
 ) -> None:
-    """What is predicted, by routers too, and what is known: into free slots and over residents."""
+    """Predicted experts, routers' predictions and known loads go into free and resident slots."""
     draw, geometry, asked = random.Random(int(10 * link)), Geometry(4, 24, 4), Counter[str]()
     settings = dataclasses.replace(
         TANDEM, prefetch_count=3, copies_prompts=copies_prompts, fetching_sizes=CAPTURE_SIZES,

@@ -1,4 +1,4 @@
-"""What becomes of each option on each path: it is followed, or steps are planned, or it is refused.
+"""Tests of each option on each path: it is followed, or steps are planned, or it is refused.
 
 The paths: the CPU alone, planned steps on a GPU or on the emulated device, steps in one graph.
 """
@@ -31,7 +31,7 @@ from tests.policy.strategies import GEOMETRY, shape_costs
 TRACE = str(Path(__file__).parents[2] / "data" / "traces" / "gpt-oss-20b.npz")
 DESKTOP = load_profile("desktop-12gb")
 
-# Flags of decisions, and why steps are planned with them; None: one graph follows them.
+# Flags of decisions, and why steps with them are planned; None: one graph follows them.
 DECISIONS: list[tuple[list[str], str | None]] = [
     *(
         (["--assignment", name], None if name in IN_GRAPH else f"assignment {name}")
@@ -47,13 +47,13 @@ DECISIONS: list[tuple[list[str], str | None]] = [
     (["--prefetch-count", "0"], None),
     (["--prefetch-count", "1"], None),
     (["--prediction", "none", "--prefetch-count", "1"], None),  # nothing can be copied ahead
-    (["--look-ahead"], None),  # of routers that are a product; else steps are planned
+    (["--look-ahead"], None),  # of routers that are a product; otherwise steps are planned
     (["--look-ahead", "--residuals", "r.npz"], None),
     (["--pool", "by-layer"], None),
     (["--pool", "shared"], "pool shared"),
     (["--no-decode-graph"], "no-decode-graph"),
 ]
-# Flags of the machine and of its memory, which all paths follow.
+# Flags of the machine and its memory, which all paths follow.
 OF_MACHINE = [
     ["--gpu-memory", "1GiB"],
     ["--link-bandwidth", "4GB/s"],
@@ -76,7 +76,7 @@ def test_every_option_of_a_device_is_tried() -> None:
 
 
 def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
-    """A new one must be thought of: can a step in one graph follow it?"""
+    """A new setting needs a decision: can a step in one graph follow it?"""
     changed: dict[str, Any] = {
         "assignment": "balanced",
         "eviction": "lru",
@@ -84,7 +84,7 @@ def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
         "assignment_options": (("pipelined", False),),
         "eviction_options": (("window", 3),),
     }
-    # Of copies ahead, of prompts, and limits that a step without fetches keeps.
+    # Copies ahead, prompts, and limits that a step without fetches never reaches.
     others = {"prefetch", "must_prefetch", "copies_prompts", "max_fetches", "never_worse_than_cpu"}
     of_graphs = {"fetching_sizes", "prediction", "prefetch_count", "predicting_sizes"}
     of_graphs |= {"can_ask", "asking_sizes"}
@@ -147,7 +147,7 @@ def test_a_device_follows_it_in_one_graph_or_in_planned_steps(
 
 
 def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph: bool) -> None:
-    """Check the decisions of decode steps against the policies that the words name."""
+    """Check the decisions of decode steps against the named policies."""
     asked = dict(pairwise(words))
     name = asked.get("--assignment", "ready-on-gpu" if in_graph else "balanced")
     planner = planner_of(dataclasses.replace(settings, never_worse_than_cpu=False))
@@ -163,7 +163,7 @@ def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph
             problem = planner.problem(load, now)
             plan = planner.plan(load, now)
             split = ASSIGNMENTS.factory(name)().assign(problem)
-            # By number: which of equals is fetched, the eviction says, which learns in between.
+            # By number: among equals the eviction decides what is fetched, and it learns meanwhile.
             num_absent = sum(wait < 0 for wait in problem.wait)
             assert len(plan.fetch) == len(split.fetch)
             assert len(plan.cpu) == num_absent - len(split.fetch) + len(split.spill)
@@ -228,7 +228,7 @@ def test_simulate_decides_one_graph_as_it_runs(
     if "--assignment" in words:
         assert rule == words[1]
     else:
-        assert rule in (GRAPH_RULE, FETCHING_RULE)  # as a trial says
+        assert rule in (GRAPH_RULE, FETCHING_RULE)  # as a trial decides
     assert f"on desktop-12gb, decode steps in one graph by {rule}" in out
     assert result["in_graph"]
     timed = [json.loads(line) for line in plans.read_text().splitlines()]
@@ -272,7 +272,7 @@ def test_plan_forecasts_the_rule_that_runs_and_refuses_others(
     ):
         assert main([*words, "graph", *more]) == 2
         assert f"one graph cannot follow {why}; leave" in capsys.readouterr().err
-    # Without a path it is the run's, on both devices.
+    # Without a path the run's path is used, on both devices.
     for device in ("cuda", "emulated"):
         assert main([*plan, "--device", device, "--expert-dtype", "int4"]) == 0
         report = json.loads(capsys.readouterr().out.splitlines()[-1])

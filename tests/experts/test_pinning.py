@@ -1,4 +1,4 @@
-"""Pinning stops at the system's limit, copies out of mapped files by its rule, and says so."""
+"""Tests of pinning: it stops at the system's limit and reports it, and copies mapped files."""
 
 import warnings
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_limit_is_respected_and_told() -> None:
 
 
 def mapped_store(directory: Path) -> HostStore:
-    """Return a store whose experts lie in a mapped checkpoint file."""
+    """Return a store whose experts are in a mapped checkpoint file."""
     store, file = make_store(), directory / "packed.safetensors"
     save_file({str(layer.layer): layer.stored()["experts"] for layer in store}, file)
     with safe_open(file, "pt") as opened:
@@ -73,7 +73,7 @@ def test_mapped_layers_are_copied_out_first_and_compute_the_same(tmp_path: Path)
 
 
 def page_flags(tensor: Tensor) -> set[str]:
-    """Return what the kernel says of the pages of a tensor: "sh" shared, "hg" huge if possible."""
+    """Return the kernel's flags of a tensor's pages: "sh" shared, "hg" huge if possible."""
     address, is_here = tensor.data_ptr(), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, rest = line.partition(" ")
@@ -86,7 +86,7 @@ def page_flags(tensor: Tensor) -> set[str]:
 
 
 def test_experts_moved_off_mapped_files_lie_as_packed_ones_do(tmp_path: Path) -> None:
-    """Not on the 4 KB pages of shared memory, from which every read walks the page table."""
+    """They are not on 4 KB pages of shared memory, where every read walks the page table."""
     store = mapped_store(tmp_path)
     pin_store(store, lambda tensor: True, is_mapped=find_mapped())
     packed = page_flags(allocate(1 << 20))

@@ -1,4 +1,4 @@
-"""The native tables against the plain ones, on real routing: the same answers to the last bit."""
+"""Tests of the native tables against the plain ones on real routing: bit-identical answers."""
 
 import random
 from collections import Counter
@@ -20,7 +20,7 @@ STEPS = 60
 
 
 def steps_of(trace: RoutingTrace, batch: int) -> list[tuple[list[int], bool, list[LayerLoad]]]:
-    """Return (token ids, is it a prompt, loads) of a trace's first steps."""
+    """Return (token ids, whether it is a prompt, loads) of a trace's first steps."""
     found, reader = [], LoadReader(trace)
     for step in list(replay_steps(trace, batch, prompt=12))[:STEPS]:
         ids = [] if trace.token_ids is None else trace.token_ids[step.tokens].tolist()
@@ -35,7 +35,7 @@ def trace(request: pytest.FixtureRequest) -> RoutingTrace:
 
 @pytest.mark.parametrize("batch", [1, 5])
 def test_evictions_rank_alike(trace: RoutingTrace, batch: int) -> None:
-    """Both are asked and may learn at other moments: that changes no answer."""
+    """Both may learn at different moments; that must not change an answer."""
     draw, geometry = random.Random(batch), trace.meta.geometry
     plain, native = NextUse(geometry), NextUse(geometry, tables=NATIVE_TABLES)
     for policy in (plain, native):
@@ -56,9 +56,9 @@ def test_evictions_rank_alike(trace: RoutingTrace, batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 6])
 def test_evictions_follow_the_same_rules(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On routing whose kind changes, with margins so small that rules often change.
+    """Use routing that changes its kind, and margins so small that rules change often.
 
-    Both learn at other moments, also of layers that leave LRU together.
+    Both learn at different moments, also from layers that leave LRU together.
     """
     monkeypatch.setattr(rule_choice, "MARGIN", 3)
     monkeypatch.setattr(rule_choice, "BACK_MARGIN", 1)
@@ -117,7 +117,7 @@ def test_predictions_are_alike(trace: RoutingTrace, batch: int) -> None:
 
 
 def random_load(draw: random.Random, layer: int, num_tokens: int, top_k: int) -> LayerLoad:
-    """Return what some tokens want of 24 experts, popular ones more often."""
+    """Return a load of 24 experts for some tokens, popular experts more often."""
     routes = [
         sorted(sorted(range(24), key=lambda e: (e + 1) * draw.random())[:top_k])
         for _ in range(num_tokens)
@@ -128,7 +128,7 @@ def random_load(draw: random.Random, layer: int, num_tokens: int, top_k: int) ->
 
 
 def test_any_integer_may_be_a_token_id() -> None:
-    """Models mark images by negative ids; -1 was what an empty place said."""
+    """Models mark images by negative ids; -1 used to mean an empty entry."""
     geometry = Geometry(2, 8, 2)
     plain, native = RegressionPredictor(geometry), NativePredictor(geometry)
     for step, token in enumerate([-1, 1023, -200, -1, 824, -1, 2**40, -(2**40)] * 3):

@@ -1,4 +1,4 @@
-"""The hybrid executor on the wall clock: threads, faults, interruptions, changes of size."""
+"""Tests of the hybrid executor on the wall clock: threads, faults, interruptions, resizing."""
 
 import random
 import threading
@@ -42,7 +42,7 @@ def our_threads() -> dict[int | None, str]:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    before = our_threads()  # of models of other tests, which have not been collected
+    before = our_threads()  # of other tests' models that were not collected yet
     yield
     assert our_threads().items() <= before.items()
 
@@ -68,7 +68,7 @@ def test_bits_equal_those_of_the_cpu(
 
 
 class FailOnce:
-    """Raises an error the n-th time that it is called."""
+    """Raises an error at its n-th call."""
 
     def __init__(self, error: BaseException, after: int) -> None:
         self.error, self.left = error, after
@@ -157,5 +157,5 @@ def test_size_changes_between_steps_keep_the_best_experts(store: HostStore, make
 
 
 def test_a_short_stress_ends_well() -> None:
-    """`python -m tests.experts.stress` goes on for as long as it is told."""
+    """A longer run: `python -m tests.experts.stress`."""
     assert stress(seconds=5.0, seed=1).steps > 12

@@ -1,4 +1,4 @@
-"""The live engine on the virtual clock and the simulator: the same decisions at the same times."""
+"""Tests that the engine on the virtual clock and the simulator make equal decisions."""
 
 import dataclasses
 from pathlib import Path
@@ -25,7 +25,7 @@ from tandem.sim.systems import TANDEM, SimulatedSettings
 from tandem.trace import RoutingTrace, read_trace
 from tests.experts.machines import FUNCTIONS, HIDDEN, make_executor, make_store
 
-# Of two that differ in nothing but sizes one will do.
+# Of machines that differ only in sizes one is enough.
 MACHINES = [name for name in profile_names() if name not in ("desktop-24gb", "ddr4-12gb")]
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 40
@@ -201,7 +201,7 @@ def test_same_plans_and_times_in_one_graph(
 def test_a_long_prompt_is_copied_ahead_of_its_routers(
     store: HostStore, trace: RoutingTrace
 ) -> None:
-    """Into slots that it alone uses; then tokens follow as if these were not there."""
+    """The copies use slots of their own, which later tokens do not see."""
     machine = machine_of("desktop-12gb", trace)
     statistics, _ = check_same(store, trace, machine, LONG_PROMPTS, 4, prompt=100)
     short, _ = check_same(store, trace, machine, LONG_PROMPTS, 4)
@@ -247,7 +247,7 @@ def test_never_slower_than_the_cpu_alone_or_fetching_on_demand(
 def test_what_layers_by_token_use_is_copied_ahead_in_both(
     store: HostStore, trace: RoutingTrace, settings: PlannerSettings, prompt: int, *, in_graph: bool
 ) -> None:
-    """All right, and no slower than what is not known."""
+    """All these copies are used, and the run is not slower than without them."""
     machine = machine_of("desktop-16gb", trace)
     known = dataclasses.replace(trace, meta=dataclasses.replace(trace.meta, by_token=(0, 1, 2)))
     statistics, seconds = check_same(store, known, machine, settings, 4, prompt, in_graph=in_graph)

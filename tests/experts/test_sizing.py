@@ -1,4 +1,4 @@
-"""Slots from bytes, and machines with another link or device."""
+"""Tests of slot counts from bytes, and of machines with another link or device."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""Plan replay of captured steps: native decisions are the planner's, on recorded runs.
+"""Plan replay of captured steps: native decisions equal the planner's on recorded runs.
 
-The planner is the one that `tandem simulate` and `tandem plan` ask about steps in one graph.
+`tandem simulate` and `tandem plan` use this planner for steps in one graph.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from tests.policy.integrity import check_integrity
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 STEPS = 60
-# Of two that differ in nothing but sizes one will do; a quick and a slow link are in each test run.
+# Of machines that differ only in sizes one is enough; both a fast and a slow link are tested.
 MACHINES = [
     pytest.param(name, marks=() if name in ("desktop-16gb", "laptop-8gb") else pytest.mark.slow)
     for name in profile_names()
@@ -47,7 +47,7 @@ MACHINES = [
     scope="module", params=["deepseek-v2-lite", pytest.param("gpt-oss-20b", marks=pytest.mark.slow)]
 )
 def trace(request: pytest.FixtureRequest) -> RoutingTrace:
-    """Return a trace with guesses of each next layer's experts."""
+    """Return a trace with predictions of each next layer's experts."""
     return with_guesses(read_trace(TRACES / f"{request.param}.npz"))
 
 
@@ -71,13 +71,13 @@ def test_the_same_experts_are_fetched_copied_ahead_enter_and_leave(
     predicts: bool,
     asks: bool,
 ) -> None:
-    """Slots, victims and the link's estimate are the planner's, whenever copies end."""
+    """Slots, victims and the link's estimate equal the planner's, whenever copies end."""
     counts = replay(trace, hardware, rule, batch, share, predicts=predicts, asks=asks)
     assert counts["inserted"] > 20
     assert predicts or counts["ahead"] == 0
     if rule is None:
         assert counts["fetched"] == 0
-    else:  # with one sequence a slow link pays for none
+    else:  # with one sequence no copy pays on a slow link
         assert counts["fetched"] > 20 or batch == 1 or hardware == "laptop-8gb"
 
 
@@ -86,7 +86,7 @@ def test_the_same_experts_are_fetched_copied_ahead_enter_and_leave(
 def test_what_tokens_alone_decide_is_copied_ahead_alike(
     trace: RoutingTrace, rule: str, *, predicts: bool
 ) -> None:
-    """Before the first layer, and at each one for all behind it that are known."""
+    """Copy before the first layer, and at each layer for all known layers after it."""
     counts = replay(
         trace, "laptop-8gb", rule, 4, 0.25, predicts=predicts, asks=False, num_known=3, speed=8
     )
@@ -98,7 +98,7 @@ def test_what_tokens_alone_decide_is_copied_ahead_alike(
 def test_what_a_disk_has_is_priced_and_left_to_the_cpu_alike(
     trace: RoutingTrace, rule: str
 ) -> None:
-    """Two of three misses are in no slot of memory; a read takes as long as five copies."""
+    """Two of three misses are in no host slot; a read takes as long as five copies."""
     num_fetched = [
         replay(trace, "desktop-16gb", rule, 4, 0.25, predicts=False, asks=False, on_disk=on_disk)[
             "fetched"
@@ -109,7 +109,7 @@ def test_what_a_disk_has_is_priced_and_left_to_the_cpu_alike(
 
 
 def random_places(planner: Planner, load: LayerLoad, seed: int) -> bytes:
-    """Return where memory over a disk has a layer's misses."""
+    """Return random places of a layer's misses in memory over a disk."""
     draw, first = random.Random(seed), planner.geometry.key(load.layer, 0)
     states = [planner.residency.state[first + expert] for expert in load.experts]
     return bytes(0 if state == READY else draw.randrange(3) for state in states)
@@ -123,7 +123,7 @@ def check_layer(
     known: Sequence[Hint],
     places: bytes,
 ) -> LayerPlan:
-    """Let both decide for one layer and learn from it; return the plan."""
+    """Let both decide one layer and learn from it; return the plan."""
     plan = planner.plan(load, now, known, places)
     where = dict(zip(load.experts, places, strict=False))
     assert not any(where.get(copy.expert) for copy in plan.fetch)
@@ -152,9 +152,9 @@ def replay(
     speed: float = 1.0,
     on_disk: bool = False,
 ) -> Counter[str]:
-    """Drive both through a trace and compare them; return what was copied.
+    """Drive both through a trace and compare them; return the copies.
 
-    The first `num_known` layers are routed by token. The link is quicker by `speed`.
+    The first `num_known` layers are routed by token. `speed` multiplies the link's bandwidth.
     """
     geometry, profile = trace.meta.geometry, load_profile(hardware)
     shape = shape_for(profile, trace.meta.model, geometry)
@@ -175,7 +175,7 @@ def replay(
     timeline, reader, counts = Timeline(profile, shape), LoadReader(trace), Counter[str]()
     steps = itertools.islice(replay_steps(trace, batch, prompt=1), STEPS // batch + 8)
     for number, step in enumerate(steps):
-        # Some steps do not copy ahead, as those of other sizes, and find late copies.
+        # Some steps do not copy ahead, like other sizes, and find late copies.
         planner.predicting_sizes = settings.predicting_sizes[: 4 * (number % 4)]
         planner.asking_sizes = settings.asking_sizes[: 4 * (number % 5)]
         loads = [*reader.loads(step)]
@@ -208,7 +208,7 @@ def planners(
     geometry: Geometry,
     share: float,
 ) -> list[Planner]:
-    """Return two alike, with tables in Python and native ones; a `share` of experts has slots."""
+    """Return two equal planners, with Python and native tables; a `share` of experts has slots."""
     num_slots = int(share * geometry.num_layers * geometry.num_experts)
     resident = range(0, geometry.num_layers * geometry.num_experts, 7)
     sizes = settings.set_sizes(geometry, num_slots)
@@ -231,7 +231,7 @@ def begin_step(
     now: float,
     known: Sequence[LayerLoad],
 ) -> tuple[Copy, ...]:
-    """Begin a step in one graph on both sides; return what is copied ahead of its first layer."""
+    """Begin a step in one graph on both sides; return the copies before its first layer."""
     policy.end_step()
     rule_idx = IN_GRAPH.index(settings.rule(graph_tokens=num_tokens))
     if rule_idx:  # staging slots may have changed

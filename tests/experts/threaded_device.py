@@ -14,7 +14,7 @@ from tandem.experts.execution.routing import SumRows
 
 
 class ThreadedDevice(EmulatedDevice):
-    """Computes batches on a thread, for the wall clock, or as the emulated device does."""
+    """Computes batches on a thread for the wall clock, or as the emulated device does."""
 
     def __init__(
         self, total_bytes: int, kernels: ExpertKernels, *, has_thread: bool = False
@@ -24,7 +24,7 @@ class ThreadedDevice(EmulatedDevice):
         self._worker = _Worker(self.run) if has_thread else None
 
     def run(self, batch: ExpertBatch, use: SlotUse) -> None:
-        """Compute a batch now, on this thread."""
+        """Compute a batch on the calling thread."""
         super().launch(batch, use)
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
@@ -87,7 +87,7 @@ class _Worker:
                 self._run(*item)
             except BaseException as error:
                 self._error = self._error or error
-            del item  # its batch holds a model's state, and the next one may be long in coming
+            del item  # its batch holds a model's state, and the next one may come much later
             with self._done:
                 self._open -= 1
                 self._done.notify_all()

@@ -36,9 +36,9 @@ class TwinSteps(CapturedSteps):
         *,
         bytes_per_second: float | None = None,
     ) -> None:
-        """Start the coordinator's threads; hits are computed with `threads`."""
+        """Start the coordinator's threads; `threads` compute the hits."""
         geometry = cache.geometry
-        # No tensor: a step that is being recorded must not see what is done here.
+        # No tensor: a step that is being recorded must not see this work.
         table = np.zeros((geometry.num_layers, geometry.num_experts), dtype=np.int64)
         super().__init__(cache, layers, threads, table, bytes_per_second=bytes_per_second)
         self._dtype = dtype
@@ -51,7 +51,7 @@ class TwinSteps(CapturedSteps):
         self._twin = self._twins[1][1]  # of the step under way
 
     def serves(self, call: RoutedCall) -> bool:
-        """Tell whether native code reads a call's tensors as they are."""
+        """Tell whether native code can read a call's tensors directly."""
         _, hidden, index, weights = call
         if hidden.dtype is not self._dtype or index.dtype is not torch.int64:
             return False
@@ -63,7 +63,7 @@ class TwinSteps(CapturedSteps):
         self.begin_on(box, num_tokens, known)
 
     def run(self, call: RoutedCall) -> Tensor:
-        """Compute a layer of the step; raises `StepLostError` if it is not answered."""
+        """Compute a layer of the step; raises `StepLostError` if no answer comes."""
         assert self.is_under_way
         hidden, index, weights = [tensor.contiguous() for tensor in call.tensors]
         out = torch.empty_like(hidden)
@@ -73,7 +73,7 @@ class TwinSteps(CapturedSteps):
     def direct_call(
         self, call: RoutedCall, functions: ExpertFunctions, finish: Callable[[], None]
     ) -> DirectCall | None:
-        """Return a layer of recorded steps, which end with `finish`; None: it is planned."""
+        """Return a recorded layer's call, ended by `finish`; None if the layer is planned."""
         native = native_layer(self._cache.store[call.layer], functions)
         if native is None or not self.serves(call):
             return None
@@ -84,13 +84,13 @@ class TwinSteps(CapturedSteps):
     def _add_to(
         self, layer: int, program: _native.Program, tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     ) -> None:
-        """Add a layer (hidden, index, weights, out) to a program, which runs in begun steps."""
+        """Add a layer (hidden, index, weights, out) to a program for captured steps."""
         rows = capture_size(len(tensors[0]))
         self._twins[rows][1].add_to(program, (layer, *tensors))
 
 
 class TwinExecutor(HybridExecutor):
-    """A hybrid executor that hands decode steps of few tokens to `captured`, if it is a twin."""
+    """A hybrid executor that passes decode steps of few tokens to `captured`, if there is one."""
 
     @property
     def _twin(self) -> TwinSteps | None:
@@ -102,7 +102,7 @@ class TwinExecutor(HybridExecutor):
             self.repeat_step(len(token_ids))
 
     def repeat_step(self, num_tokens: int) -> None:
-        """Begin a captured step, if it is one: its recording does not ask."""
+        """Begin a captured step if the recording was one; a recording does not call `begin`."""
         twin = self._twin
         if twin is None or num_tokens > MAX_GRAPH_TOKENS:
             return
@@ -120,11 +120,11 @@ class TwinExecutor(HybridExecutor):
         return None if twin is None else twin.direct_call(call, functions, self._finish_replayed)
 
     def _finish_replayed(self) -> None:
-        """End a captured step whose layers were done by a recording."""
+        """End a captured step whose layers a recording computed."""
         assert self.captured is not None
         with self._turn, self._losing_at_most_a_step():
             self.captured.finish(is_heard=bool(self.listeners))
-            self.captured.report(self.listeners)  # no device goes on meanwhile
+            self.captured.report(self.listeners)  # no device runs meanwhile
 
     def _compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         twin = self._twin

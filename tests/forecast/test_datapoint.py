@@ -1,4 +1,4 @@
-"""`tandem datapoint`: what it writes, what it says first, and who reads it."""
+"""Tests of `tandem datapoint`: its file, its notice, and its readers."""
 
 import json
 from pathlib import Path

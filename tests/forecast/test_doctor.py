@@ -1,4 +1,4 @@
-"""`tandem doctor`: every line has a state, and a model whose kernels were wrong would be found."""
+"""Tests of `tandem doctor`: every line has a state, and wrong kernels are detected."""
 
 import json
 import re

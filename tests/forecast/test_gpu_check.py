@@ -1,4 +1,4 @@
-"""The GPU's lines of `tandem doctor`, on the CPU twin of CUDA."""
+"""Tests of the GPU's lines in `tandem doctor`, on the CPU twin of CUDA."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.experts.test_cuda_checks import HOPPER, OLD, TURING, FakeProbe
 
 
 class SlowStreams(LazyStreams):
-    """A link on which 256 MiB take a tenth of a second, and a GPU that is nearly full."""
+    """A link that copies 256 MiB in a tenth of a second, and a GPU that is nearly full."""
 
     def seconds(self, stream: Stream, work: Work) -> float:
         super().seconds(stream, work)
@@ -26,7 +26,7 @@ class SlowStreams(LazyStreams):
 
 
 class Works:
-    """A way to signal each other that works."""
+    """A working way to signal between host and device."""
 
     name = "stream operations"
 

@@ -1,4 +1,4 @@
-"""`tandem plan` for a GPU: slots, and a speed from a profile, the planner and typical routing."""
+"""Tests of `tandem plan` for a GPU: slots, and a speed from a profile and typical routing."""
 
 import dataclasses
 import json
@@ -78,7 +78,7 @@ def test_more_slots_make_it_faster() -> None:
 
 
 def test_layers_by_token_are_known_to_a_forecast() -> None:
-    """As to a run: DeepSeek-V4-Flash's first three."""
+    """Both the forecast and a run know the first three layers of DeepSeek-V4-Flash."""
     options = OffloadConfig(device="cuda")
     sizes = sizes_of("deepseek-v4-flash", num_hidden_layers=5)
     assert sizes.by_token == (0, 1, 2)
@@ -143,7 +143,7 @@ def test_a_plan_for_a_shape_alone_on_another_machine(capsys: pytest.CaptureFixtu
     slow, fast = (report["decode_tokens_per_second"] for report in reports.values())
     assert slow < fast
     laptop = load_profile("laptop-8gb").host_memory_bytes
-    # Whatever this process itself has taken here.
+    # Memory that this process itself uses.
     assert {report["host_available_bytes"] for report in reports.values()} == {laptop - (4 << 30)}
     assert main(["plan", "--shape", "lfm2"]) == 2
     assert "unknown shape 'lfm2'; known: qwen3-30b-a3b" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`tandem plan --tokens-per-second`: the largest size that fits and is forecast to be so fast."""
+"""Tests of `tandem plan --tokens-per-second`: the largest size with at least this speed."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ BITS = {"bf16": 16.0, "int8": 8.0, "q6_k": 6.5, "iq4_xs": 4.25}
 def proposal(
     asked: float, *, memory: int = 20_000, speed: float | str = 0.0, smallest_gpu: float = 16
 ) -> SizeProposal:
-    """Plan 8,000 weights on a machine that reads so many bytes a second."""
+    """Plan 8,000 weights on a machine with this memory bandwidth in bytes per second."""
 
     def plan_with(name: str) -> Any:
         bits = BITS.get(name, 4.0)

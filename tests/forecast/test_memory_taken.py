@@ -1,4 +1,4 @@
-"""A load in a process of its own takes the memory that was forecast."""
+"""Tests that a load in a process of its own takes the forecast memory."""
 
 import json
 import os
@@ -32,7 +32,7 @@ print(json.dumps([before + sizes.experts_bytes + sizes.total_dense_bytes, proces
 
 
 def memory_of(checkpoint: Path) -> tuple[int, int]:
-    """Return what a load in a fresh process was forecast to take, and what it took."""
+    """Return the forecast and the real memory of a load in a fresh process."""
     words = [sys.executable, "-c", MEASURE, str(checkpoint)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     forecast, taken = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""`tandem plan`: its sizes are those of the load, its advice fits, its JSON has the keys."""
+"""Tests of `tandem plan`: sizes as loaded, advice that fits, and the keys of its JSON."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def sizes_of(directory: Path, **options: Any) -> ModelSizes:
 
 
 def loaded_bytes(model: Any) -> tuple[int, int]:
-    """Return the bytes of a loaded model's experts and of everything else."""
+    """Return the bytes of a loaded model's experts and of its other weights."""
     packed = [m.packed for m in model.modules() if isinstance(m, PackedModule)]
     own = {weight.matrix.data.data_ptr(): weight for weight in packed}  # a head may share one
     dense = sum(weight.num_bytes for weight in own.values())
@@ -206,7 +206,7 @@ def test_a_packed_model_that_does_not_fit_runs_from_the_disk(
     sizes = sizes_of(packed, dense_dtype="auto")
     experts = sizes.experts_bytes
     rest = before["host_bytes"] - before["load_host_bytes"] + sizes.total_dense_bytes
-    rest -= FORWARD_BYTES  # which is left out of what slots get
+    rest -= FORWARD_BYTES  # which is not available for slots
     for name in ("_RESERVED_BYTES", "_RESERVED_SHARE"):
         monkeypatch.setattr(f"tandem.hf.disk_tier.{name}", 0)
     monkeypatch.setattr(
@@ -220,7 +220,7 @@ def test_a_packed_model_that_does_not_fit_runs_from_the_disk(
     assert found["prefill_tokens_per_second"] <= after["prefill_tokens_per_second"]
     assert f"from the disk: {found['resident_share']:.0%} of the experts fit" in out
     monkeypatch.setattr("tandem.experts.store.host_memory.available_bytes", lambda: rest - 1)
-    assert plan(capsys, *words)[1]["from_disk"] is None  # not even what is no expert
+    assert plan(capsys, *words)[1]["from_disk"] is None  # not even the dense parts
 
 
 def test_a_plan_that_measures_nothing_says_what_slots_there_are(
@@ -281,7 +281,7 @@ SPEED = SpeedForecast(256, 2.0, 0.1, 4, 2.0, 1.0)
 def forecast_at(
     sizes: ModelSizes, rate: float, share: float
 ) -> tuple[DiskForecast, SlotsOverDisk, int]:
-    """Return the forecast with slots for a share of the experts, and the room that they take."""
+    """Return the forecast with slots for a share of the experts, and the memory of these slots."""
     disk = DiskCosts(
         reads="direct", piece_bytes=1, depths=(1, 2), bytes_per_second=(rate / 2, rate)
     )
@@ -312,7 +312,7 @@ def test_from_the_disk_a_step_takes_what_its_bytes_take(
     assert (found.hit_rate == 0) == (share == 0)
     slot = whole_pages(sizes.expert_image_bytes)
     read = (1 - found.hit_rate) * sizes.top_k * sizes.num_moe_layers * slot / rate
-    # Experts that have come are computed too; what is computed meanwhile takes no time.
+    # Experts that have arrived are computed; experts computed meanwhile take no time.
     assert max(0.1, read) <= found.decode_seconds * (1 + 1e-9)
     assert found.decode_seconds <= (0.1 + read) * (1 + 1e-9)
     # A prompt of 256 uses all of the 8 experts of each layer.

@@ -1,4 +1,4 @@
-"""`tandem doctor --report`: stages that crash or hang are named, and nothing private is written."""
+"""Tests of `tandem doctor --report`: it names stages that crash or hang, and leaks nothing."""
 
 import json
 import os
@@ -143,7 +143,7 @@ def test_the_command_writes_what_it_has_tried(
 
 
 def test_the_gpus_stages_on_the_emulated_device() -> None:
-    """What needs no card in them: the tiny model's answer, and a forecast with a share resident."""
+    """These stages need no card: the tiny model's answer, a forecast with resident experts."""
     assert small_model("emulated").numbers["kl"] < 1e-3
     for share in (0.5, 1.0):
         assert min(on_gpu(SMALL, share, "emulated").numbers.values()) > 0

@@ -1,4 +1,4 @@
-"""A short prefix of a model's layers is timed, and the whole model is extrapolated from it."""
+"""Tests of the speed forecast: a prefix of a model's layers is timed and extrapolated."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from tests.forecast.test_report import SMALL, comes_true
 
 
 def as_kinds(pattern: str) -> list[tuple[bool, str]]:
-    """Return a letter for each layer; capital ones hold experts."""
+    """Return a letter for each layer, in upper case if it has experts."""
     return [(letter.isupper(), letter) for letter in pattern]
 
 
@@ -53,11 +53,11 @@ def test_prefixes_fit_into_the_room(pattern: str, room: int) -> None:
 def test_layers_are_extrapolated_in_a_straight_line() -> None:
     assert extrapolate((2, 1.0), (6, 2.0), 48) == pytest.approx(2.0 + 42 * 0.25)
     assert extrapolate((4, 1.0), (4, 1.0), 4) == 1.0
-    assert extrapolate((2, 1.0), (6, 0.9), 48) == 0.9  # noise must not make it faster
+    assert extrapolate((2, 1.0), (6, 0.9), 48) == 0.9  # noise must not reduce the time
 
 
 def keep_bytes(kept: list[int], model: PreTrainedModel) -> Times:
-    """Stand for a timing; note what each step reads beside the experts."""
+    """Replaces a timing; records what each step reads beside the experts."""
     kept.append(dense_bytes(model))
     return Times(1.0, 1.0, 1.0, 1.0)
 

@@ -1,4 +1,4 @@
-"""What a model's states, windows, and what its mixers project a token to, take."""
+"""Tests of the memory of a model's states, windows, and mixers' projections."""
 
 from pathlib import Path
 

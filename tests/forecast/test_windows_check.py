@@ -1,4 +1,4 @@
-"""What `tandem doctor` and `tandem plan` say inside Windows, from files as WSL2 has them."""
+"""Tests of `tandem doctor` and `tandem plan` inside Windows, with files as in WSL2."""
 
 import sys
 from pathlib import Path
@@ -35,7 +35,7 @@ GIB = 1 << 30
 def machine(
     root: Path, *, kernel: str = WSL2, wsl_config: str | None = None, pages: str | None = None
 ) -> Path:
-    """Write the files that say what a machine is, and return their root."""
+    """Write the files that describe a machine; return their root directory."""
     files = {"proc/sys/kernel/osrelease": kernel + "\n", "proc/self/mounts": MOUNTS}
     if wsl_config is not None:
         files["mnt/c/Users/Public/.wslconfig"] = "[experimental]\nsparseVhd=true\n"

@@ -1,4 +1,4 @@
-"""Stages that end in every way; a child process imports them, so they need no torch."""
+"""Stages that end in every way; a child process imports them, so they do not import torch."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Runs the fuzzer's child process again until it has tried enough; ends with 1 if it found some."""
+"""Restarts the fuzzer's child process until it has tried enough; exits with 1 on a finding."""
 
 import argparse
 import shutil
@@ -13,8 +13,8 @@ KINDS = (
     "tokenizer", "tokenizer_config",
 )  # fmt: skip
 _OUT = Path("build/fuzz")
-_SECONDS_EACH = 600  # for one input that waits; one that computes has far less
-# libFuzzer looks at the peak that the system says, which a process inherits from its parent: a test
+_SECONDS_EACH = 600  # for one input that waits; one that computes gets far less
+# libFuzzer checks the system's peak memory, which a process inherits from its parent: a test
 # run's may be larger than any limit here. The child limits the memory of each input itself.
 _NO_LIMITS = ("-rss_limit_mb=0", "-malloc_limit_mb=0")
 
@@ -22,7 +22,7 @@ _NO_LIMITS = ("-rss_limit_mb=0", "-malloc_limit_mb=0")
 def fuzz(out: Path, kind: str, count: int, *, seed: int = 1, seconds: float = 0) -> Counter[str]:
     """Try `count` damaged files, or as many as `seconds` allow; return the answers by kind.
 
-    Inputs that raise something else than a sentence, or end or stop the process, lie in `out`.
+    Inputs that crash, hang or raise anything but a one-sentence error are written to `out`.
     """
     out.mkdir(parents=True, exist_ok=True)
     answers: Counter[str] = Counter()
@@ -31,7 +31,7 @@ def fuzz(out: Path, kind: str, count: int, *, seed: int = 1, seconds: float = 0)
         spent = time.monotonic() - begin
         if seconds and spent >= seconds:
             break
-        # Two runs are libFuzzer's own: of nothing, and of the file as it should be.
+        # Two runs are libFuzzer's own: an empty input, and the undamaged file.
         limits = [f"-runs={left + 2}", f"-seed={seed}", f"-timeout={_SECONDS_EACH}"]
         if seconds:
             limits.append(f"-max_total_time={int(seconds - spent) + 1}")

@@ -1,7 +1,7 @@
-"""Tries damaged files one after the other, by libFuzzer; what is no sentence is written down.
+"""Tries damaged files by libFuzzer, one after another; records all but one-sentence errors.
 
-python -m tests.fuzz.child KIND OUT [libFuzzer's options]: of KIND "all", an input's first byte
-says which. Where atheris has no wheel, files are changed blindly instead, with the same options.
+python -m tests.fuzz.child KIND OUT [libFuzzer's options]: with KIND "all", an input's first byte
+selects the kind. Where atheris has no wheel, files are mutated at random with the same options.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ except ImportError:  # it has no wheel for this machine
 
 
 class _PlainSources:
-    """Finds modules behind it with Python's own loader, the only kind that atheris sees into.
+    """Finds modules with Python's own loader, the only kind that atheris can instrument.
 
-    An editable install wraps it.
+    An editable install wraps this loader.
     """
 
     @classmethod
@@ -71,7 +71,7 @@ def main(kind: str, out: Path, options: list[str]) -> None:
         if atheris and chance.random() < _MUTATED_BLINDLY:
             changed: bytes = atheris.Mutate(data, most_bytes)
             return changed
-        # As often from the whole file as from what has been damaged before.
+        # As often from the whole file as from earlier damage.
         before = chosen.seed if len(data) < 2 or chance.random() < 0.5 else data[1:]
         return (data[:1] + chosen.mutate(before, chance))[:most_bytes]
 
@@ -80,12 +80,12 @@ def main(kind: str, out: Path, options: list[str]) -> None:
             return
         name = names[data[0] % len(names)]
         (out / "last").write_bytes(data)
-        # By the processor's time: others may keep this process waiting for long.
+        # By processor time, because other processes may delay this one.
         signal.setitimer(signal.ITIMER_PROF, _PROCESSOR_SECONDS)
         limit_memory()
         try:
             answers[f"{name} {found[name].answer(data[1:])}"] += 1
-        except BaseException as error:  # a find, also of panics, which are no `Exception`
+        except BaseException as error:  # a finding, also for panics, which are no `Exception`
             answers[f"{name} found {type(error).__name__}"] += 1
             _note(out, name, data[1:], error)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -110,7 +110,7 @@ def _fuzz_blindly(
     options: dict[str, str],
     num_kinds: int,
 ) -> None:
-    """Try files that are changed at random."""
+    """Try files with random mutations."""
     chance = random.Random(int(options["-seed"]))
     end = time.monotonic() + float(options.get("-max_total_time", "inf"))
     for _ in range(int(options["-runs"])):
@@ -120,7 +120,7 @@ def _fuzz_blindly(
 
 
 def _note(out: Path, name: str, data: bytes, error: BaseException) -> None:
-    """Keep the first input of each place that raises."""
+    """Store the first input for each source line that raises."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     where = "".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
     found = out / f"{name}-{sha256(where.encode()).hexdigest()[:8]}"

@@ -1,4 +1,4 @@
-"""The kinds of files that are damaged, and what is tried with each: loading, and a prompt."""
+"""The kinds of damaged files, and what is tried with each: loading, and a prompt."""
 
 import random
 import shutil
@@ -28,7 +28,7 @@ _TEXT = "Hello you, 1 + 1 = 2\n"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A file of a model, the part of it that is damaged, and how."""
+    """A kind of file: the model's file, the part that is damaged, and how."""
 
     file: Path
     seed: bytes
@@ -39,7 +39,7 @@ class Kind:
     load: Callable[[], object]
 
     def answer(self, data: bytes) -> str:
-        """Try a damaged file; return "read" or the error's class. What else is raised is a find."""
+        """Try a damaged file; return "read" or the error's class. Other exceptions are findings."""
         self.file.write_bytes(data + self.rest)
         try:
             with warnings.catch_warnings():
@@ -54,7 +54,7 @@ class Kind:
 
 
 def kinds(directory: Path) -> Mapping[str, Kind]:
-    """Write tiny models into a directory and return what is damaged of them, by name."""
+    """Write tiny models into a directory; return the kinds by name."""
     import_transformers(quiet=True)
     torch.set_num_threads(1)
     sharded = save_tiny_checkpoint(directory / "sharded", num_hidden_layers=1)
@@ -121,14 +121,14 @@ def _copy(model: Path, name: str) -> Path:
 
 
 def _join(sharded: Path, whole: Path) -> None:
-    """Keep the one file that the whole model is in; it is small enough for that."""
+    """Check that the model is in one file, and the sharded copy in several."""
     files = sorted(whole.glob("*.safetensors"))
     assert [file.name for file in files] == ["model.safetensors"], files
     assert len(list(sharded.glob("*.safetensors"))) > 1
 
 
 def _run(path: Path, *, has_tokenizer: bool = False) -> None:
-    """Load a model and let it say two tokens."""
+    """Load a model and generate two tokens."""
     if has_tokenizer:
         load_tokenizer(ModelChoice(model=str(path)))
     model = tandem.load(path, threads=1)
@@ -136,7 +136,7 @@ def _run(path: Path, *, has_tokenizer: bool = False) -> None:
 
 
 def _write(directory: Path, generator: Any) -> None:
-    """Load a tokenizer, write a text and a conversation with it, and let a model answer."""
+    """Load a tokenizer, format a text and a conversation, and generate an answer."""
     tokenizer = load_tokenizer(ModelChoice(model=str(directory)))
     ids = tokenizer(_TEXT)["input_ids"]
     tokenizer.decode(ids)

@@ -1,4 +1,4 @@
-"""Limits the memory that one input of the fuzzer may take; imports nothing that takes some."""
+"""Limits the memory of one fuzzer input; imports nothing large."""
 
 import os
 import resource
@@ -8,9 +8,9 @@ _MEMORY_BYTES = 4 << 30  # of one input
 
 
 def limit_memory() -> None:
-    """Let the process take so much memory beside what it has: more is a find, not a full machine.
+    """Limit the process to this much memory beside what it has, so that more is a finding.
 
-    For each input again: what the modules and torch keep of the ones before is not this one's.
+    The limit is set for each input, because modules and torch keep memory of earlier ones.
     """
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, resource.RLIM_INFINITY))

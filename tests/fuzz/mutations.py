@@ -1,4 +1,4 @@
-"""Changes files as a careless or hostile writer would: values of JSON, words of GGUF, bytes."""
+"""Mutates files as a careless or hostile writer would: JSON values, GGUF fields, bytes."""
 
 import json
 import random
@@ -31,7 +31,7 @@ _CHANGES = (1, 1, 1, 2, 3)
 
 
 def mutate_json(data: bytes, chance: random.Random) -> bytes:
-    """Change values of a JSON text; bytes of what is none."""
+    """Change values of a JSON text; change bytes if it is not JSON."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
@@ -45,14 +45,14 @@ def mutate_json(data: bytes, chance: random.Random) -> bytes:
 
 
 def mutate_headed_json(data: bytes, chance: random.Random) -> bytes:
-    """Change the header of a safetensors file: its length, then JSON."""
+    """Change the header of a safetensors file: its length, then its JSON."""
     header = mutate_json(data[8:], chance)
     length = chance.choice(_ABSURD_WORDS) if chance.random() < 0.05 else len(header)
     return struct.pack("<Q", length & (1 << 64) - 1) + header
 
 
 def mutate_words(data: bytes, chance: random.Random, keys: list[bytes]) -> bytes:
-    """Change the header of a GGUF file: values behind known keys, lengths, bytes."""
+    """Change the header of a GGUF file: values of known keys, lengths, bytes."""
     if chance.random() < 0.3:
         return mutate_bytes(data, chance)
     damaged = bytearray(data)
@@ -68,7 +68,7 @@ def mutate_words(data: bytes, chance: random.Random, keys: list[bytes]) -> bytes
 
 
 def mutate_bytes(data: bytes, chance: random.Random) -> bytes:
-    """Turn bytes, cut pieces out or repeat them, put absurd words in."""
+    """Flip bytes, remove or repeat parts, insert extreme numbers."""
     damaged = bytearray(data or b"\0")
     at = chance.randrange(len(damaged))
     match chance.randrange(4):
@@ -88,7 +88,7 @@ def mutate_bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def _changed(content: Any, chance: random.Random) -> Any:
-    """Return a JSON value with one place of it changed."""
+    """Return a JSON value with one value inside it changed."""
     if not isinstance(content, dict | list) or not content:
         return _any_value(content, chance)
     place = chance.choice(list(content) if isinstance(content, dict) else range(len(content)))
@@ -111,7 +111,7 @@ def _changed(content: Any, chance: random.Random) -> Any:
 
 
 def _any_value(value: Any, chance: random.Random) -> Any:
-    """Return another value, often of the same type and near."""
+    """Return another value, often of the same type and close."""
     match chance.randrange(8):
         case 0:
             return chance.choice((None, True, False, [], {}, [0], {"a": 1}, [[]]))

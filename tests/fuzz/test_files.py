@@ -1,4 +1,4 @@
-"""Damaged files end in one sentence: those that once did not, and a few new ones."""
+"""Tests that damaged files end in one sentence: earlier findings, and a few new inputs."""
 
 import subprocess
 import sys

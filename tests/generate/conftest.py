@@ -1,4 +1,4 @@
-"""A tiny model whose answers end only where they are told to."""
+"""A tiny model whose answers end only at their token limit."""
 
 from typing import Any
 

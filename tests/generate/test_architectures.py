@@ -1,4 +1,4 @@
-"""Tandem's loop writes the tokens that `generate` writes, for every architecture."""
+"""Tests that Tandem's loop gives the tokens of `generate`, for every architecture."""
 
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from tests.conftest import two_threads
 from tests.hf.tiny import as_generated
 
 NEW_TOKENS = 9  # some from the model, some compared, the last ones from the recorded graph
-# They write in blocks, or not at all.
+# They generate in blocks, or not at all.
 NOT_TOKEN_BY_TOKEN = {"diffusion_gemma", "openai_privacy_filter"}
-# Their own code takes what pads a prompt for a part of it: they are compared alone.
+# Their own code treats padding as part of a prompt, so they are compared alone.
 READS_PADDING = {"deepseek_v4", "llama4", "minimax_m3_vl", "unlimited_ocr"}
 # Transformers' own generate fails on text alone.
 NOT_GENERATING_UPSTREAM = {"qwen3_omni_moe"}
-# Older Transformers pass their convolutions' states on otherwise: they run padded there.
+# Older Transformers pass their convolutions' states differently: they run padded there.
 NO_SLOTS_ON_THE_OLDEST = {"inkling"}
 
 
@@ -38,7 +38,7 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
 
 
 class Alone:
-    """Rows of a batch that are computed one by one, with no padding."""
+    """Computes a batch's sequences one by one, without padding."""
 
     def __init__(self, model: Any, prompts: list[list[int]]) -> None:
         self._rows = [PaddedBatch(model, [prompt], 0) for prompt in prompts]
@@ -67,13 +67,13 @@ def greedy_of_tandem(generator: Generator, prompts: list[list[int]]) -> list[lis
     return [answer.token_ids for answer in answers]
 
 
-# Whether the newest Transformers' own loop and ours agree says the same of the oldest one's.
+# If the newest Transformers' loop agrees with Tandem's, the oldest one's need not run.
 @pytest.mark.parametrize(
     "name", by_kind(set(architectures()) - NOT_TOKEN_BY_TOKEN - NOT_GENERATING_UPSTREAM)
 )
 def test_greedy_tokens_equal_those_of_generate(name: str, tmp_path: Path) -> None:
     model: Any = build_tiny_model(name)
-    model.generation_config.eos_token_id = None  # so that every row writes them all
+    model.generation_config.eos_token_id = None  # so that every sequence generates them all
     ours = as_generated(model, tmp_path)
     assert why_no_cuda_slots(ours) is None
     generator = Generator(ours)
@@ -87,7 +87,7 @@ def test_greedy_tokens_equal_those_of_generate(name: str, tmp_path: Path) -> Non
 def verified(
     pool: CpuSlotPool, padded: PaddedBatch | Alone, steps: list[list[int]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Slots verify four and three tokens, of which one and two are taken back, then one more."""
+    """Verify four and three tokens in slots, take back one and two, then verify one more."""
     expected = [padded.decode(tokens) for tokens in steps]
     first, second = ([tokens[slot] for tokens in steps] for slot in (0, 1))
     for _ in range(3):  # the last ones from the recorded graph
@@ -113,7 +113,7 @@ def verified(
     ),
 )
 def test_logits_in_slots_are_the_models(name: str, tmp_path: Path) -> None:
-    """Prompts, a batch of other lengths, replayed steps, and a beginning that is taken over."""
+    """Prompts, a batch of other lengths, replayed steps, and a shared prefix."""
     model: Any = build_tiny_model(name)
     threads = two_threads()
     prompts = [*prompts_of([7, 3]), prompts_of([80])[0]]
@@ -139,7 +139,7 @@ def test_other_models_are_refused_with_a_reason(name: str) -> None:
 
 
 def test_a_padded_batch_leaves_no_offset_of_positions_on_a_model() -> None:
-    """The model's own forward would add that of the last prompts, were they two, to another's."""
+    """Otherwise the model's next forward would add the last batch's offset to its positions."""
     model: Any = build_tiny_model("qwen3_vl_moe")
     PaddedBatch(model, [[40, 41], [42, 43]], 0).prefill()
     cache = cache_argument(model)

@@ -1,4 +1,4 @@
-"""Conversations are shortened from the front by whole turns."""
+"""Tests that a conversation loses its oldest turns as a whole."""
 
 from collections.abc import Callable
 
@@ -30,12 +30,12 @@ def _at_most(count: int) -> Callable[[Messages], bool]:
         ("sduau", 3, "014", 1),
         ("suauau", 4, "0345", 1),
         ("suauau", 3, "05", 2),
-        ("uatatau", 6, "6", 1),  # a call of tools and their results go with their question
+        ("uatatau", 6, "6", 1),  # a tool call and its results belong to their question
         ("uaua", 2, "23", 1),
         ("uuau", 3, "3", 1),  # two messages in a row are one question
-        ("aua", 2, "12", 1),  # a greeting goes first
+        ("aua", 2, "12", 1),  # a greeting is dropped first
         ("su", 1, "01", 0),  # nothing can be dropped
-        ("suau", 1, "03", 1),  # nor does what must stay fit
+        ("suau", 1, "03", 1),  # nor does the part that must stay fit
         ("uauatat", 2, "23456", 1),
         ("s", 0, "0", 0),
         ("", 0, "", 0),
@@ -63,7 +63,7 @@ def test_no_more_turns_are_dropped_than_needed(shape: str, room: int) -> None:
             if i == 0 or (message["role"] == "user" and dropped[i - 1]["role"] != "user")
         ]
         assert len(starts) == num_dropped
-        assert len(kept) + len(dropped) - starts[-1] > room  # with the last of them it does not fit
+        assert len(kept) + len(dropped) - starts[-1] > room  # it does not fit with the last of them
         begin = messages.index(dropped[0])
         assert messages[begin : begin + len(dropped)] == dropped
         assert kept[-1] == messages[-1]

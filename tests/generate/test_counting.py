@@ -1,4 +1,4 @@
-"""What is counted of an answer is what the answer took: trials and comparisons are not."""
+"""Tests that an answer's counters exclude trials and comparisons."""
 
 from pathlib import Path
 from typing import Any

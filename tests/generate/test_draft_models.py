@@ -1,4 +1,4 @@
-"""Models that draft for others: what they write ahead is read and forgotten, and never decides."""
+"""Tests of draft models: their tokens are drafts only, and rejected ones are forgotten."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -34,7 +34,7 @@ def _each_step_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("draft", ["qwen3_moe", "lfm2_moe"])
 def test_answers_are_those_without(draft: str, tmp_path: Path) -> None:
-    """A model that drafts for itself is always right; one of another kind hardly ever."""
+    """A model that drafts for itself is always right; another kind of model hardly ever."""
     model = loaded(tmp_path / "model", "qwen3_moe")
     generator = Generator(model, draft=loaded(tmp_path / "draft", draft))
     for prompts in (PROMPTS[:1], PROMPTS):
@@ -50,7 +50,7 @@ def test_answers_are_those_without(draft: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
 def test_what_is_written_ahead_is_forgotten(name: str) -> None:
-    """Drafts follow what the sequences are, whatever was drafted before."""
+    """Drafts depend only on the current sequences, not on earlier drafts."""
     model: Any = build_tiny_model(name)
     threads = two_threads()
     drafter = DraftModel(lambda n: CpuSlotPool(model, threads, n, has_replay=False), VOCABULARY)
@@ -71,9 +71,9 @@ def test_what_is_written_ahead_is_forgotten(name: str) -> None:
             tokens += [new, new + 9]
     fewer = DraftModel(lambda n: CpuSlotPool(model, threads, n, has_replay=False), 1)
     fewer.follow(CpuSlotPool(model, threads, 1))
-    unknown = fewer.draft({0: PROMPTS[0]}, {0: 2}, 0.0)[0]  # tokens that the model does not know
+    unknown = fewer.draft({0: PROMPTS[0]}, {0: 2}, 0.0)[0]  # token ids that the model lacks
     assert unknown == ([], [])
-    assert len(drafter.draft({0: PROMPTS[0]}, {0: 5}, 1.0)[0].tokens) == 1  # it is not so sure
+    assert len(drafter.draft({0: PROMPTS[0]}, {0: 5}, 1.0)[0].tokens) == 1  # it is less confident
 
 
 def test_dense_models_draft_too(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_gguf_file_drafts_with_its_own_codes(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "draft.gguf", tiny_model(), "Q8_0")
     draft = load_small(file)
     formats = {layer.packed.matrix.format.name for _, layer in packed_layers(draft)}
-    assert formats == {"int8-g32"}  # as Q8_0 is held
+    assert formats == {"int8-g32"}  # as Q8_0 is stored
     model = loaded(tmp_path / "model", "qwen3_moe")
     plain = Generator(model, speculate="none").generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
     answers = Generator(model, draft=draft).generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
@@ -105,7 +105,7 @@ def test_a_gguf_file_drafts_with_its_own_codes(tmp_path: Path) -> None:
 
 
 class Scripted:
-    """Drafts the same token, which is right or wrong, and takes its time."""
+    """Drafts always the same token, right or wrong, with a given duration."""
 
     def __init__(self, token: int, seconds: float) -> None:
         self.token, self.seconds, self.now, self.num_drafts = token, seconds, 0.0, 0
@@ -145,7 +145,7 @@ def test_what_does_not_pay_is_seldom_drafted(
 
 
 class Sure:
-    """Knows what comes, but for each fourth token, of which it is not sure."""
+    """A drafter that knows the next tokens and is unsure of each fourth one."""
 
     def draft(
         self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float

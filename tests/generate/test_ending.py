@@ -1,4 +1,4 @@
-"""When answers may end, and how likely the tokens of a prompt were, by continuous batching."""
+"""Tests of continuous batching: when answers end, and log probabilities of prompts."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ PROMPT = [40 + i * 7 % 50 for i in range(2 * PART + 5)]
 @pytest.mark.seam
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
 def test_logprobs_of_a_prompt_are_the_models(name: str) -> None:
-    """The second architecture keeps states beside keys, so that its prompts run padded."""
+    """The second architecture has states beside keys, so its prompts run padded."""
     model: Any = build_tiny_model(name)
     model.generation_config.eos_token_id = None
     scheduler = tandem.Generator(model).scheduler(2, chunk_tokens=PART)

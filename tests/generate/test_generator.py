@@ -1,4 +1,4 @@
-"""`Generator` on a tiny model with a tokenizer: limits, stop strings, streams, bad input."""
+"""Tests of `Generator` on a tiny model: limits, stop strings, streams, bad input."""
 
 from typing import Any
 
@@ -226,7 +226,7 @@ def test_a_new_call_interrupts_one_that_was_left(generator: tandem.Generator) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_each_prompt_of_a_call_has_the_room_that_its_own_length_leaves(dtype: torch.dtype) -> None:
-    """In float16 a model runs padded, where a row that has ended is stepped on."""
+    """In float16 a model runs padded, where finished sequences are still stepped."""
     model: Any = build_tiny_model("qwen3_moe").to(dtype)
     model.generation_config.eos_token_id = None
     model.config.max_position_embeddings = 24

@@ -1,4 +1,4 @@
-"""Models with states beside keys and values: together, and after what was computed before."""
+"""Tests of models with states beside keys and values: batches, and reused prefixes."""
 
 from typing import Any
 

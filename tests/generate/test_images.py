@@ -1,4 +1,4 @@
-"""Images in prompts: opened, checked, written by a processor, answered as by Transformers."""
+"""Tests of images in prompts: opened, checked, processed, answered as by Transformers."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ pytest.importorskip("PIL", reason="Pillow is in the extra `images`")
 
 
 def asked(*images: object, text: str = "what is it?") -> list[dict[str, object]]:
-    """Return a conversation of one message with images."""
+    """Return a conversation with one message that contains images."""
     parts: list[dict[str, object]] = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
@@ -118,7 +118,7 @@ def test_a_placeholder_that_a_user_types_is_refused(generator: tandem.Generator)
 
 
 def huge_png(width: int, height: int) -> bytes:
-    """Return the beginning of a PNG file that says it has so many pixels."""
+    """Return the header of a PNG file that claims this many pixels."""
     parts = [
         b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0),
         b"IDAT" + zlib.compress(b""),

@@ -1,4 +1,4 @@
-"""Beginnings of prompts on disk: found again after a restart, within a limit, never damaged."""
+"""Tests of prompt prefixes on disk: found after a restart, within a limit, never damaged."""
 
 import logging
 from pathlib import Path
@@ -51,7 +51,7 @@ def files(directory: Path) -> list[Path]:
 
 @pytest.fixture
 def written(model: Any, tmp_path: Path) -> Path:
-    """A directory with the beginnings of PROMPT."""
+    """A directory with the stored prefixes of PROMPT."""
     scheduler = scheduler_of(model, tmp_path)
     ask(scheduler, PROMPT)
     scheduler.prefixes.close(30)
@@ -75,7 +75,7 @@ def test_a_prompt_is_found_again_after_a_restart(model: Any, written: Path) -> N
 def test_layers_with_windows_index_keys_and_others_are_found_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows that forget soon are written as long as they have what is to be written."""
+    """Short windows are written before they lose the positions."""
     monkeypatch.setattr("tandem.hf.kv_sizes.MARGIN_TOKENS", 256)
     model = long_model(name)
     expected = tokens(ask(tandem.Generator(model).scheduler(1, chunk_tokens=64), PROMPT))
@@ -163,7 +163,7 @@ STATES_TOKENS = SEGMENT_TOKENS * SEGMENTS_BETWEEN_STATES
 def test_states_are_found_again_where_they_were_kept(
     model_with_states: Any, tmp_path: Path
 ) -> None:
-    """The prompt goes on from the states in the middle, and is computed from there."""
+    """The prompt continues from the state at its middle."""
     model = model_with_states
     expected = tokens(ask(tandem.Generator(model).scheduler(1, chunk_tokens=100), PROMPT))
     scheduler = scheduler_of(model, tmp_path)
@@ -174,7 +174,7 @@ def test_states_are_found_again_where_they_were_kept(
     found = ask(again, PROMPT)
     assert tokens(found) == expected
     assert found[-1].reused_tokens == STATES_TOKENS
-    # what was put in is as good as what was computed
+    # restored states equal computed ones
     found = ask(again, [*PROMPT[: STATES_TOKENS + 5], *OTHER])
     assert found[-1].reused_tokens == STATES_TOKENS
     other = ask(tandem.Generator(model).scheduler(1), [*PROMPT[: STATES_TOKENS + 5], *OTHER])
@@ -185,7 +185,7 @@ def test_states_are_found_again_where_they_were_kept(
     ("model_with_states", "lost"),
     [
         *((name, "states") for name in WITH_STATES),
-        (WITH_STATES[0], "segment"),  # segments are looked for alike, whatever the states are
+        (WITH_STATES[0], "segment"),  # segments are looked up in the same way, whatever the states
     ],
     indirect=["model_with_states"],
 )

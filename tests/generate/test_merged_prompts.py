@@ -1,6 +1,4 @@
-"""A prefill chunk holds tokens of several prompts and of streams; each request gets what it gets
-alone.
-"""
+"""Tests of prefill chunks of several prompts and streams: each request gets its own answer."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,17 +21,17 @@ BAD = 77
 
 
 class Noted:
-    """Notes which slots each prefill's forward is given, and fails for a token."""
+    """Records the slots of each prefill forward, and fails for one token."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        """Stand between a scheduler and its pool's `prefill`."""
+        """Wrap a pool's `prefill` for a scheduler."""
         pool: Any = scheduler._pool
         self.prefill = pool.prefill
         self.slots: list[list[int]] = []
         pool.prefill = self
 
     def __call__(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Do what the pool does."""
+        """Call the pool's `prefill`."""
         self.slots.append(sorted(prompts))
         logits: Tensor = self.prefill(prompts)
         if any(BAD in tokens for tokens in prompts.values()):
@@ -51,7 +49,7 @@ def prompts_of(*lengths: int) -> list[Request]:
 
 
 def alone(generator: Generator, requests: Sequence[Request]) -> dict[int, list[int]]:
-    """What requests get one after the other."""
+    """Return the results of requests that run one after another."""
     found = {}
     for request in requests:
         (answer,) = generator.generate(list(request.prompt), request.options)
@@ -60,11 +58,11 @@ def alone(generator: Generator, requests: Sequence[Request]) -> dict[int, list[i
 
 
 def beside_a_stream(scheduler: Scheduler, requests: Sequence[Request]) -> dict[int, list[int]]:
-    """Let a request come when the one before has some tokens."""
+    """Submit a request after the one before it has some tokens."""
     found: dict[int, list[int]] = {}
     for request in requests:
         scheduler.add(request)
-        for _ in range(8):  # until steps are recorded, and until one was computed both ways
+        for _ in range(8):  # until steps are recorded, and until one was computed in both ways
             for output in scheduler.step():
                 found.setdefault(output.request_id, []).append(output.token_id or 0)
     for number, outputs in finish(scheduler).items():

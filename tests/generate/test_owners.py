@@ -1,4 +1,4 @@
-"""What one owner's requests leave in memory and on disk, another's do not find."""
+"""Tests that one owner's requests do not find what another's left in memory or on disk."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Prompts beside streams: chunks as long as the gap allows, and a share of the time for streams."""
+"""Tests of prompts beside streams: chunk lengths by the allowed gap, and the streams' share."""
 
 import pytest
 
@@ -10,7 +10,7 @@ MOST = 256
 def play(
     pace: Pace, *, chunk_seconds_per_token: float, decode_seconds: float, num_chunks: int = 40
 ) -> tuple[list[float], float]:
-    """Return the gaps of a stream beside a long prompt, and its share of the time."""
+    """Return a stream's gaps beside a long prompt, and its share of the time."""
     gaps, streaming = [], 0.0
     for _ in range(num_chunks):
         num_tokens = pace.chunk_tokens(MOST)
@@ -75,7 +75,7 @@ def test_a_prompt_gets_its_turn_however_slow_decode_steps_become() -> None:
 
 
 def test_many_waiting_prompts_get_as_much_time_as_streams() -> None:
-    """One stream beside three prompts has a quarter of the time, and a token of each chunk."""
+    """A stream beside three prompts gets a quarter of the time, and a token with each chunk."""
     pace = Pace(0.5)
     for _ in range(9):
         pace.decoded(0.02)

@@ -1,4 +1,4 @@
-"""Keys and values on disk, out of which prompts can be read, are their user's alone."""
+"""Tests that keys and values on disk, which reveal prompts, are readable by their user only."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""The sampler against plain definitions that sort everything."""
+"""Tests of the sampler against plain definitions that sort everything."""
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ def logits_of(seed: int, rows: int = 1, width: int = VOCABULARY) -> torch.Tensor
 
 
 def allowed(scores: torch.Tensor, rule: SamplingRule) -> torch.Tensor:
-    """The probabilities that a rule leaves, by the definition: sort, cut, normalise.
+    """Return the probabilities that a rule allows, by definition: sort, cut, normalise.
 
-    Equal scores stay or go together.
+    Equal scores are kept or dropped together.
     """
     values, tokens = (scores / rule.temperature).sort(descending=True)
     if rule.top_k is not None:
@@ -118,9 +118,9 @@ def test_each_token_has_its_share_of_the_random_numbers(
     rule = SamplingRule(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
     scores = (logits_of(seed, width=width)[0] * spread).to(dtype)
     native, expected = TokenSampler(isa, rule), allowed(scores.float(), rule)
-    # Tokens lie side by side from 0 to 1, as wide as they are likely: what is in the middle of one
-    # is drawn from it. Where the rule's cut meets a sum, a minimum or equal scores to the last
-    # digits, one token more or fewer is left.
+    # Tokens are intervals from 0 to 1, as wide as their probability: the middle of one
+    # draws it. Where the rule's cut meets a sum, a minimum or equal scores in the last
+    # digits, one token more or fewer remains.
     ends = expected.cumsum(0)
     wide = expected.topk(min(40, width))
     narrowest = 2.1 * float(expected[expected > 0].min()) + 1e-5
@@ -137,8 +137,8 @@ def test_each_token_has_its_share_of_the_random_numbers(
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999999])
 @pytest.mark.parametrize("spread", [0.0, 1e-6, 0.3, 6.0])
 def test_top_p_keeps_what_sorting_keeps(isa: str, top_p: float, spread: float) -> None:
-    # The likeliest token is the last one and the least likely of those that stay the first one: at
-    # both ends of the random numbers is what the cut decided.
+    # The likeliest token is the last one, and the least likely remaining one is the first:
+    # the ends of the random numbers show the cut.
     scores = (logits_of(7, width=20_000)[0] * spread).sort().values
     rule = SamplingRule(temperature=1.0, top_p=top_p)
     native = TokenSampler(isa, rule)

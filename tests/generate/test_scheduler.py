@@ -1,4 +1,4 @@
-"""Continuous batching: whichever requests come and go, each gets what it gets alone."""
+"""Tests of continuous batching: each request gets what it gets alone."""
 
 import random
 from typing import Any
@@ -42,7 +42,7 @@ def tokens(progress: list[TokenOutput]) -> list[int]:
 
 @pytest.fixture
 def packed_generator() -> tandem.Generator:
-    """One whose linear layers are packed: it computes a token alike in any batch."""
+    """A generator with packed linear layers, which are batch-invariant."""
     model: Any = build_tiny_model("mixtral")
     model.generation_config.eos_token_id = None
     return tandem.Generator(model, byte_tokenizer(), dense_dtype="bf16")
@@ -70,7 +70,7 @@ def random_requests(count: int) -> list[Request]:
     [("qwen3_moe", 3), ("gpt_oss", 3), ("gpt_oss", 1), ("deepseek_v2", 3), ("qwen3_next", 3)],
 )
 def test_a_request_gets_the_same_in_any_company(name: str, max_running: int) -> None:
-    """The last architecture keeps states beside keys, so that its requests take turns."""
+    """The last architecture has states beside keys, so its requests take turns."""
     model: Any = build_tiny_model(name)
     generator = tandem.Generator(model)
     requests = random_requests(8)
@@ -142,10 +142,10 @@ def test_a_long_prompt_stops_neither_streams_nor_short_prompts(generator: tandem
 def test_a_long_prompt_lets_streams_through_in_shorter_parts(
     packed_generator: tandem.Generator,
 ) -> None:
-    """How a prompt is cut changes no bit of its answer."""
+    """The chunk lengths of a prompt do not change a bit of its answer."""
     long = request_of(
         2, [50 + i % 9 for i in range(4 * PART + 3)], max_new_tokens=6, num_top_logprobs=3,
-        may_speculate=False,  # the answers before would be drafted
+        may_speculate=False,  # otherwise earlier answers would be drafted
     )  # fmt: skip
     alone = packed_generator.scheduler(2, chunk_tokens=PART)
     alone.add(long)
@@ -166,7 +166,7 @@ def test_a_conversation_is_not_prefilled_again(generator: tandem.Generator) -> N
     scheduler = generator.scheduler(3, chunk_tokens=PART)
     scheduler.add(request_of(0, first, max_new_tokens=5))
     answer = tokens(finish(scheduler)[0])
-    for other in range(2):  # strangers take the other rows
+    for other in range(2):  # other requests take the other slots
         scheduler.add(request_of(1 + other, [100 - other] * 6, max_new_tokens=2))
         finish(scheduler)
     longer = [*first, *answer, 77, 78]
@@ -198,7 +198,7 @@ def test_prompts_that_come_at_once_and_begin_alike_are_computed_once(
     for number in range(3):
         scheduler.add(request_of(number, [*prompt, 90 + number], max_new_tokens=4))
     found = finish(scheduler)
-    # The shared beginning once, and each one's own last token.
+    # The shared prefix once, and each one's last token.
     assert scheduler.counts.prompt_tokens == len(prompt) + 3
     assert sum(found[number][0].reused_tokens for number in range(3)) == 2 * len(prompt)
     for number in range(3):
@@ -234,7 +234,7 @@ def test_logprobs_are_the_models(generator: tandem.Generator, model: Any) -> Non
 
 
 class Spell:
-    """Lets only given tokens come, one after the other."""
+    """A constraint that allows only given tokens, one after another."""
 
     def __init__(self, ids: str) -> None:
         self.ids = [int(token) for token in ids.split()]
@@ -268,7 +268,7 @@ def test_a_prompt_that_cannot_run_is_refused_at_once(generator: tandem.Generator
 
 
 class Breaks(Spell):
-    """Fails when it is asked for the second time."""
+    """A constraint that fails at its second call."""
 
     def restrict(self, scores: Tensor) -> Tensor:
         if len(self.ids) == 1:
@@ -311,7 +311,7 @@ def test_lower_numbers_go_first(generator: tandem.Generator) -> None:
 
 
 def test_a_paced_prompt_gives_what_it_gives_alone(packed_generator: tandem.Generator) -> None:
-    """Wherever the pace cuts it: chunks are of any length, and other tokens come between."""
+    """Chunks have any length, and other requests' tokens run between them."""
     long = request_of(
         2, [40 + i % 50 for i in range(120)], max_new_tokens=8, num_top_logprobs=3,
         may_speculate=False,

@@ -1,4 +1,4 @@
-"""Speculation: what is drafted, how much of it is verified, and that answers stay what they are."""
+"""Tests of speculation: drafts, how many are verified, and unchanged answers."""
 
 import gc
 import random
@@ -49,7 +49,7 @@ class Scripted(Speculation):
     """Drafts the known answers, with random errors and lengths."""
 
     def __init__(self, answers: Mapping[int, Sequence[int]]) -> None:
-        """Take the whole sequences of the requests, by slot."""
+        """Store the requests' whole sequences, by slot."""
         super().__init__([])
         self.answers = answers
         self.chance = random.Random(7)
@@ -81,7 +81,7 @@ def speculating(model: Any, speculation: Speculation) -> Generator:
     return generator
 
 
-# What a rule does to scores does not depend on the model.
+# A rule's effect on scores does not depend on the model.
 @pytest.mark.parametrize(
     ("model", "rule"),
     [*(("qwen3_moe", rule) for rule in RULES), ("gpt_oss", RULES[2]), ("glm_moe_dsa", RULES[0])],
@@ -93,7 +93,7 @@ def test_answers_are_those_without(model: Any, rule: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "lfm2_moe", "nemotron_h"])
 def test_answers_of_models_with_states_are_those_without(name: str, tmp_path: Path) -> None:
-    """Qwen's has a linear layer that stays unpacked: recorded steps multiply it natively."""
+    """Qwen's linear layer stays unpacked; recorded steps multiply it natively."""
     require_same_answers(loaded(tmp_path, name), RULES[-1])
 
 
@@ -103,7 +103,7 @@ def require_same_answers(model: Any, rule: dict[str, Any]) -> None:
         expected = plain.generate(prompts, max_new_tokens=NEW_TOKENS, **rule)
         whole = [[*p, *one.token_ids] for p, one in zip(prompts, expected, strict=True)]
         generator = speculating(model, Scripted(dict(enumerate(whole))))
-        for _ in range(2):  # the second time from recorded steps, and from what the slots hold
+        for _ in range(2):  # the second time from recorded steps, and from the slots' contents
             answers = generator.generate(prompts, max_new_tokens=NEW_TOKENS, **rule)
             assert texts(answers) == texts(expected)
             assert sum(one.accepted_tokens for one in answers) > NEW_TOKENS / 4
@@ -115,7 +115,7 @@ def texts(answers: list[Answer]) -> list[list[int]]:
 
 
 class EvenTokens:
-    """A constraint with a state: even and odd tokens take turns."""
+    """A constraint with a state: even and odd tokens alternate."""
 
     def __init__(self, grammar: str) -> None:
         self.count = 0
@@ -208,7 +208,7 @@ def test_what_records_routing_sees_a_token_a_step(model: Any) -> None:
 
 
 def test_a_recorder_that_hears_of_drafts_has_what_was_kept(tmp_path: Path) -> None:
-    """`--explain` with an expert cache: the same routing with and without drafted tokens."""
+    """`--explain` with an expert cache records the same routing with and without drafts."""
     model = loaded(tmp_path, "qwen3_moe", device="emulated", gpu_memory="200KB")
     runtime, found = require_runtime(model), []
     inner = runtime.executor
@@ -235,13 +235,13 @@ def test_a_recorder_that_hears_of_drafts_has_what_was_kept(tmp_path: Path) -> No
 
 @dataclass
 class Known:
-    """A way of drafting that always offers the same number of tokens of a known text."""
+    """A drafter that always offers the same number of tokens of a known text."""
 
     text: Sequence[int]
     count: int
 
     def plan(self, step: NextStep) -> Plan:
-        """Ask for them, whatever they cost."""
+        """Draft the tokens, whatever they cost."""
         drafts = {
             slot: self.text[len(tokens) : len(tokens) + min(self.count, step.rooms[slot])]
             for slot, tokens in step.histories.items()
@@ -249,7 +249,7 @@ class Known:
         return Plan(2.0, 1.0, lambda: {slot: draft for slot, draft in drafts.items() if draft})
 
     def forget(self, slot: int) -> None:
-        """Know no requests."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -340,7 +340,7 @@ def test_steps_are_counted_by_drafted_tokens() -> None:
 
 
 def grown(speculation: Speculation, text: Sequence[int], seconds: dict[int, float]) -> list[int]:
-    """Let one request write a text; return how many tokens were drafted in each step."""
+    """Let one request generate a text; return the number of drafted tokens of each step."""
     at, drafted = 1, []
     while at < len(text):
         draft = speculation.choose({0: text[:at]}, {0: len(text) - at - 1}, 1).get(0, ())

@@ -1,11 +1,11 @@
-"""Answers with drafted tokens are those without: every architecture, drafter, batch and device.
+"""Tests that drafted tokens change no answer: every architecture, drafter, batch and device.
 
 python -m tests.generate.test_speculation_matrix [--names NAME...] [--devices DEVICE...]
 
-All of them take more than half an hour; the test takes a part that has every drafter and device.
+The whole matrix takes more than half an hour; the test runs a part with every drafter and device.
 
-Each request of a batch follows another rule: greedy, sampled, penalties, a grammar. Drafts have
-random lengths, whatever would pay.
+Each request of a batch has another rule: greedy, sampled, penalties, a grammar. Drafts have random
+lengths, whether they pay or not.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def _grammars() -> Grammars:
 
 
 def requests(batch: int) -> list[Request]:
-    """Return requests of a batch, each with a rule of its own; other batches have others."""
+    """Return a batch's requests, each with its own rule; which ones depends on the batch size."""
     rules = [(number + batch - 1) % len(RULES) for number in range(batch)]
     return [
         Request(
@@ -89,7 +89,7 @@ def requests(batch: int) -> list[Request]:
 
 @dataclass
 class AnyLength:
-    """A way of drafting that always pays, with drafts of random lengths."""
+    """A speculation policy that always drafts, with random lengths."""
 
     drafter: PaidDrafter
     chance: random.Random = field(default_factory=lambda: random.Random(7))
@@ -108,11 +108,11 @@ class AnyLength:
         return drafts
 
     def forget(self, slot: int) -> None:
-        """Remember nothing."""
+        """Do nothing."""
 
 
 class Lookup:
-    """Prompt look-up, and earlier answers of which half begin otherwise, for all sequences."""
+    """Prompt look-up and earlier answers, half of which begin differently, for all sequences."""
 
     def __init__(self, wholes: Sequence[Sequence[int]]) -> None:
         self.earlier = EarlierAnswers()
@@ -129,7 +129,7 @@ class Lookup:
 
 
 class Scripted:
-    """Drafts what is known to come, spoilt at random."""
+    """Drafts the known answers with random errors."""
 
     def __init__(self, wholes: Sequence[Sequence[int]]) -> None:
         self.wholes = [[*whole] for whole in wholes]
@@ -147,7 +147,7 @@ class Scripted:
 
 
 class Cells:
-    """One architecture on one device, in the same slots: each size of step is recorded once."""
+    """One architecture on one device, in the same slots: each step size is recorded once."""
 
     def __init__(self, name: str, device: str, folder: Path) -> None:
         self.name = name
@@ -177,7 +177,7 @@ class Cells:
         return CudaSlotPool(self.model, num_slots, make_capture=TwinCapture, notes_hidden=True)
 
     def run(self, drafter: str, batches: Sequence[int] = BATCHES) -> int:
-        """Compare all answers; return how many tokens were drafted."""
+        """Compare all answers; return the number of drafted tokens."""
         drafted = 0
         for batch in batches:
             way = AnyLength(self._drafter(drafter, batch))
@@ -219,7 +219,7 @@ class Cells:
 
 
 def drafters_of(name: str) -> Iterator[str]:
-    """Yield the drafters that there are for an architecture."""
+    """Yield the drafters that an architecture supports."""
     yield from (one for one in DRAFTERS if one != "mtp" or name in MODELS)
 
 
@@ -231,7 +231,7 @@ def test_answers_are_those_without(name: str, device: str, tmp_path: Path) -> No
 
 
 def main() -> None:
-    """Run everything; ends with 1 if an answer differs."""
+    """Run the whole matrix; return 1 if an answer differs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--names", nargs="+", default=NAMES)
     parser.add_argument("--devices", nargs="+", default=[*DEVICES])

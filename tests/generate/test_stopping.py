@@ -1,4 +1,4 @@
-"""Stop strings: nothing of one is given out, everything before it is, however it is cut."""
+"""Tests of stop strings: none of it is emitted, all text before it is, however it is split."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Streamed text: its pieces sum to the whole, and no piece holds half a character."""
+"""Tests of streamed text: its pieces sum to the whole, and no piece has half a character."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from tandem.generate.text import TextStream
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8, as byte-level tokenizers have them for rare characters."""
+    """One token per byte of UTF-8, as byte-level tokenizers have for rare characters."""
 
     def decode(self, ids: list[int], **options: bool) -> str:
         return bytes(ids).decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""A model that thinks too long is made to end it: its mark is written for it, once."""
+"""Tests of a limit on reasoning: its end mark is inserted once."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ CLOSING = f"({END})"
 
 
 def written(text: str, *, num_tokens: int, has_begun: bool, length: int = 60) -> str:
-    """Return what comes of a model that would write a text and then a great many dots."""
+    """Return the output of a model that would write a text and then many dots."""
     tokenizer: Any = byte_tokenizer()
     limit = ThinkingLimit(
         num_tokens=num_tokens, begin="<think>", end=END, closing=CLOSING, has_begun=has_begun

@@ -1,4 +1,4 @@
-"""Who waits, in which order, and who leaves."""
+"""Tests of the waiting line: its order, and requests that leave it."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

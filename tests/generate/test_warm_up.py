@@ -1,4 +1,4 @@
-"""`Generator.warm_up`: steps are recorded before the first prompt, and what passed is noted."""
+"""Tests of `Generator.warm_up`: it records steps before the first prompt, and keeps notes."""
 
 from pathlib import Path
 from typing import Any

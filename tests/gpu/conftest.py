@@ -1,7 +1,7 @@
-"""Everything here needs a GPU: `make test-gpu`. Elsewhere it is skipped, and its twins run.
+"""Tests that need a GPU: `make test-gpu`. Without a GPU they are skipped, and their twins run.
 
-A dry run finds what is wrong with the tests themselves before a GPU is paid for: the CPU twins
-stand in the GPU's place, and numbers that only a GPU has are made up.
+A dry run finds errors in the tests themselves before anybody pays for a GPU: CPU twins replace the
+GPU, and measurements are made up.
 
     TANDEM_DRY_GPU=1 pytest tests/gpu
 """
@@ -26,12 +26,12 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark what is in this folder, and skip it where there is no GPU."""
+    """Mark the tests of this directory, and skip them without a GPU."""
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            # Drivers and CUDA builds warn of what no CPU build does; a test must not fail for it.
+            # Drivers and CUDA builds give other warnings than CPU builds; tests must not fail.
             item.add_marker(pytest.mark.filterwarnings("default"))
             if not (IS_DRY or torch.cuda.is_available()):
                 item.add_marker(skip)
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def twins_in_a_dry_run() -> Any:
-    """Put the twins in the GPU's place."""
+    """Replace the GPU by the twins."""
     if not IS_DRY:
         yield
         return

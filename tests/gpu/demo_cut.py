@@ -1,9 +1,9 @@
-"""A cut of the demo model that travels: a few of its layers and tokens, packed, under 40 MB.
+"""A small cut of the demo model: a few of its layers and tokens, packed, under 40 MB.
 
     python -m tests.gpu.demo_cut        where the demo model is; writes build/demo-cut
 
-Real weights and real text for a machine with a GPU that has no network. Its experts are in a format
-that both processors compute alike, so that what they say can be compared closely.
+It brings real weights and real text to a machine with a GPU and no network. Its experts have a
+format that both processors compute alike, so that results can be compared closely.
 """
 
 import json
@@ -32,7 +32,7 @@ _TEXTS = "texts.json"
 def write_demo_cut(
     demo: Path, directory: Path, *, layers: int = LAYERS, expert_dtype: str = EXPERT_DTYPE
 ) -> None:
-    """Cut a demo checkpoint and pack it to a new directory."""
+    """Cut a demo checkpoint and pack it into a new directory."""
     with TemporaryDirectory() as folder:
         plain = Path(folder) / "plain"
         _write_plain(demo, plain, layers)
@@ -50,12 +50,12 @@ def texts_of(directory: Path) -> list[list[int]]:
 
 
 def size_of(directory: Path) -> int:
-    """Return the bytes of a directory's files."""
+    """Return the total bytes of a directory's files."""
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 def find_demo_cut() -> Path | None:
-    """Return the cut; write it if the demo model is here, None if neither is."""
+    """Return the cut; write it if the demo model is here; None if there is neither."""
     if DIRECTORY.is_dir():
         return DIRECTORY
     demo = cache_dir() / "models" / "demo"
@@ -67,7 +67,7 @@ def find_demo_cut() -> Path | None:
 
 
 def _write_plain(demo: Path, directory: Path, layers: int) -> None:
-    """Write the first layers and tokens as a checkpoint of its own."""
+    """Write the first layers and tokens as a checkpoint."""
     directory.mkdir()
     kept = re.compile(rf"model\.layers\.[0-{layers - 1}]\.|model\.(embed_tokens|norm)\.|lm_head\.")
     tensors: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ def _write_plain(demo: Path, directory: Path, layers: int) -> None:
 
 
 def main() -> int:
-    """Write the cut; returns the exit code."""
+    """Write the cut; return the exit code."""
     found = find_demo_cut()
     if found is None:
         print("the demo model is not here; build it with: tandem run demo")

@@ -20,7 +20,7 @@ DEVICE = "cpu" if IS_DRY else "cuda"
 def load_pair(directory: Path, name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Any]:
     """Return one tiny model twice: all on the CPU, and hybrid with a made-up profile.
 
-    Under that profile copies and both processors are used, whatever this machine is.
+    With this profile, copies and both processors are used on any machine.
     """
     checkpoint = save_tiny_checkpoint(directory / name, name)
     text = str(dtype).removeprefix("torch.")
@@ -45,7 +45,7 @@ def load_hybrid(checkpoint: Path, dtype: str, directory: Path, **options: Any) -
     model = tandem.load(checkpoint, dtype=dtype, **{**given, **options})
     executor = runtime_in(model).executor
     geometry = executor.cache.geometry
-    if "gpu_memory" not in options:  # half of the experts, less than any sensible budget gives
+    if "gpu_memory" not in options:  # half of the experts, less than any reasonable budget
         executor.cache.resize(geometry.num_layers * geometry.num_experts // 2)
     return model
 
@@ -53,9 +53,9 @@ def load_hybrid(checkpoint: Path, dtype: str, directory: Path, **options: Any) -
 def compare_logits(
     ours: torch.Tensor, theirs: torch.Tensor, gap: float = 0.05
 ) -> tuple[float, bool]:
-    """Return the mean KL of ours from theirs, and whether the first choice is the same.
+    """Return the mean KL divergence, and whether the first choices agree.
 
-    The latter wherever their first two logits are more than `gap` apart.
+    First choices count where their two largest logits are more than `gap` apart.
     """
     ours, theirs = ours.float().cpu().flatten(0, -2), theirs.float().cpu().flatten(0, -2)
     expected = theirs.log_softmax(-1)

@@ -1,6 +1,6 @@
-"""A process that has a GPU with another one: `python -m tests.gpu.one_of_two DIRECTORY`.
+"""A process that shares a GPU with another one: `python -m tests.gpu.one_of_two DIRECTORY`.
 
-Says when it is ready, waits for a line, then writes tokens; the last line is JSON.
+It reports when it is ready, waits for a line, then generates tokens; the last line is JSON.
 """
 
 import json
@@ -19,7 +19,7 @@ NEW_TOKENS = 200
 
 
 def main() -> int:
-    """Load, wait, answer; returns the exit code."""
+    """Load, wait, answer; return the exit code."""
     directory = Path(sys.argv[1])
     model = load_hybrid(directory / "mixtral", "float32", directory, gpu_memory=GPU_MEMORY)
     cache = runtime_in(model).executor.cache

@@ -1,4 +1,4 @@
-"""Decode attention on a real GPU: what torch gives there, in bf16 too, at any length."""
+"""Tests of decode attention on a real GPU, against torch, also in bf16, at any length."""
 
 import pytest
 import torch

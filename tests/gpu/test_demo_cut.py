@@ -1,4 +1,4 @@
-"""Real weights and real text on a GPU: a cut of the demo model, against the all-CPU run."""
+"""Tests of a cut of the demo model on a GPU, against the all-CPU run."""
 
 import statistics
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.gpu.models import DEVICE, compare_logits, load_hybrid
 from tests.inside import runtime_in
 
 MOST_DIVERGENCE = 1e-3
-# Of one token: a near tie of a router falls otherwise, by which of its experts are on the GPU.
+# For one token: a router's near tie depends on which of its experts are on the GPU.
 MOST_OF_ONE = 1e-2
 
 

@@ -1,4 +1,4 @@
-"""Experts on a disk under a real GPU: what the CPU says, copies out of pinned slots, slow reads."""
+"""Tests of experts on a disk with a real GPU: the CPU's answers, pinned slots, slow reads."""
 
 import errno
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_prompts_and_steps_say_what_the_cpu_says(packed: Path, hybrid: Any) -> N
     prompts = {0: [40, 41, 42], 1: [60] * 9}
     pairs.append((ours.prefill(prompts), theirs.prefill(prompts)))
     for token in TOKENS:
-        if token == TOKENS[-2]:  # a step in one graph gives up, and is planned
+        if token == TOKENS[-2]:  # a step in one graph is abandoned, and planned
             slots_of(hybrid).native.fail(0, 1, 1.5)
         tokens = {0: token, 1: token + 7}
         pairs.append((ours.decode(tokens).clone(), theirs.decode(tokens).clone()))
@@ -56,7 +56,7 @@ def test_prompts_and_steps_say_what_the_cpu_says(packed: Path, hybrid: Any) -> N
 def test_a_failed_read_is_a_sentence_and_the_next_request_is_right(
     packed: Path, hybrid: Any
 ) -> None:
-    runtime_in(hybrid).executor.resize(0)  # all that is wanted is read
+    runtime_in(hybrid).executor.resize(0)  # everything requested is read
     with torch.no_grad():
         slots_of(hybrid).native.fail(errno.EIO, 1, 0.0)
         with pytest.raises(ExecutionError, match=r"Input/output error.*request is lost"):

@@ -1,4 +1,4 @@
-"""A layer inside one graph on a real GPU: hits there, misses by the coordinator's thread."""
+"""Tests of a layer in one graph on a real GPU: hits there, misses by the coordinator."""
 
 from collections.abc import Callable
 

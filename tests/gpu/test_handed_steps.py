@@ -1,4 +1,4 @@
-"""Decode steps as one graph on a real GPU: the CPU's logits, moving experts, lost steps."""
+"""Tests of decode steps as one graph on a real GPU: the CPU's logits, moves, lost steps."""
 
 import time
 from typing import Any
@@ -83,7 +83,7 @@ def test_steps_say_what_the_cpu_says_while_experts_move(
 def test_a_lost_step_is_a_sentence_and_the_next_is_right(
     pair: tuple[Any, Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watchdog lets the GPU go on; nothing hangs."""
+    """The watchdog releases the GPU; nothing hangs."""
     alone, hybrid = pair
     ours, theirs = new_cuda_slot_pool(hybrid, 1), Generator(alone).slot_pool(1)
     ours.prefill({0: [40, 41, 42]}), theirs.prefill({0: [40, 41, 42]})
@@ -95,7 +95,7 @@ def test_a_lost_step_is_a_sentence_and_the_next_is_right(
         if layer == 1 and kind == "dies":
             raise MemoryError("no memory")
         if layer == 1:
-            time.sleep(0.45)  # beyond the patience, and back before it is over again
+            time.sleep(0.45)  # beyond the watchdog's limit, and back before it ends again
 
     steps_of(hybrid).coordinator.set_hook(fail)
     with monkeypatch.context() as patch:

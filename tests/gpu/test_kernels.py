@@ -1,4 +1,4 @@
-"""The Triton kernels on a real GPU: every format, every activation, both regimes, bf16 too."""
+"""Tests of the Triton kernels on a real GPU: every format, activation and regime, also bf16."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def error_of(
     activation: NativeActivation | None = SWIGLU,
     dtype: torch.dtype = torch.bfloat16,
 ) -> float:
-    """Compute experts with so many tokens each on the GPU; return the relative error."""
+    """Compute experts with this many tokens each on the GPU; return the relative error."""
     from tandem.triton_kernels.experts import TritonExperts
 
     return relative_error(

@@ -1,4 +1,4 @@
-"""`gpu_memory` on a real GPU: kept to, KV cache included; and what comes of too little."""
+"""Tests of `gpu_memory` on a real GPU: the limit includes the KV cache, and too little fails."""
 
 import json
 import subprocess
@@ -91,17 +91,17 @@ def test_more_memory_than_the_card_has_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(IS_DRY, reason="two processes on one real GPU")
 def test_two_processes_on_one_gpu_do_not_break_each_other(tmp_path: Path) -> None:
-    """Both at work at the same time, and each says what one alone says."""
+    """Both run at the same time, and each gives the answers that it gives alone."""
     save_tiny_checkpoint(tmp_path / "mixtral", "mixtral")
     (alone,) = answers_of(1, tmp_path)
     for answer in answers_of(2, tmp_path):
-        # Plans differ by time, and with them the last bits: a near tie may fall otherwise later on.
+        # Plans depend on time, and so do the last bits: a near tie may go the other way later.
         assert answer["tokens"][:50] == alone["tokens"][:50]
         assert answer["peak_bytes"] <= 1.02e9
 
 
 def answers_of(count: int, directory: Path) -> list[dict[str, Any]]:
-    """Let so many processes answer at once."""
+    """Run this many processes at once; return their answers."""
     command = [sys.executable, "-m", "tests.gpu.one_of_two", str(directory)]
     processes = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

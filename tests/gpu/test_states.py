@@ -1,4 +1,4 @@
-"""Convolutions and recurrences on a real GPU: what torch gives, in bf16 too, at any length."""
+"""Tests of convolutions and recurrences on a real GPU, against torch, also in bf16."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def near_runs(found: torch.Tensor, expected: torch.Tensor, tokens: SlotTokens) -> None:
-    """Compare the rows that have tokens."""
+    """Compare the outputs of tokens, without padding."""
     for _, first, count, *_ in tokens.runs.tolist():
         near(found[first : first + count], expected[first : first + count])
 
@@ -41,7 +41,7 @@ def memory_of(operation: StateOperation, states: torch.Tensor) -> StateMemory:
 
 
 def steps_of(num_each: int) -> list[SlotTokens]:
-    """Two slots' tokens: certain ones; then drafted ones; then some of these again, and others."""
+    """Return two slots' tokens: certain ones, drafted ones, then some of these and other ones."""
     found, drafted = [], min(num_each - 1, MOST_DRAFTED)
     for certain, again, half in ((num_each, (-1, 0), 0), (1, (0, 0), 0), (1, (2, 0), 1)):
         count = num_each if certain == num_each else 1 + drafted

@@ -1,4 +1,4 @@
-"""Decode steps on a GPU: captured, equal to the model's own, without a wait that is not meant."""
+"""Tests of decode steps on a GPU: captured, equal to the model's own, without unintended waits."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ CAPTURED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma4", "qwen3_5
 
 
 def replaying_rows(model: Any, prompts: list[list[int]] = PROMPTS) -> WholePool:
-    """Return rows whose steps come from captured pieces."""
+    """Return a batch whose steps are replayed from captured segments."""
     rows = gpu_pool(model, prompts, 60, has_replay=True)
     rows.prefill()
     for step in range(8):
@@ -53,7 +53,7 @@ def test_captured_steps_say_what_the_cpu_says(tmp_path: Path, name: str, has_bre
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v2", "qwen3_5_moe"])
 def test_drafted_tokens_are_verified_together(tmp_path: Path, name: str) -> None:
-    """Three tokens of each of two slots in a step, of which the last are taken back."""
+    """Verify three tokens in each of two slots in one step, and take the last ones back."""
     alone, hybrid = load_pair(tmp_path, name, torch.bfloat16)
     captured = gpu_pool(hybrid, PROMPTS, 60, has_replay=True)
     plain = WholePool(Generator(alone).slot_pool(len(PROMPTS)), PROMPTS)
@@ -96,7 +96,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_step_hides_no_wait(model: Any) -> None:
-    """torch raises wherever one of its own operations would make the host wait."""
+    """torch raises wherever one of its operations would synchronise."""
     rows = replaying_rows(model)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -128,14 +128,14 @@ def test_the_profiler_sees_one_wait_a_layer(model: Any) -> None:
     counts = {event.key: event.count for event in profile.key_averages()}
     # The router's choice; a second wait where the CPU alone computes a layer.
     assert 0 < counts.get("cudaEventSynchronize", 0) <= 2 * num_layers * steps
-    # A hidden wait would be there in every step; the profiler itself waits when it stops.
+    # A hidden wait would occur in every step; the profiler itself waits when it stops.
     for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy"):
         assert counts.get(name, 0) < steps, name
     assert not any("Pageable -> Device" in name for name in counts)
 
 
 def test_requests_share_captured_steps(model: Any) -> None:
-    """What a row says does not depend on who is stepped with it, but for rounding."""
+    """A sequence's result depends on its batch only by rounding."""
     pool = new_cuda_slot_pool(model, 4, has_replay=True)
     expected: dict[int, torch.Tensor] = {}
     for row in range(4):
@@ -151,7 +151,7 @@ def test_requests_share_captured_steps(model: Any) -> None:
 
 
 def logits_of(model: Any, prompt: list[int], times: int = 1) -> torch.Tensor:
-    """Run a prompt, several times if the GPU must have had some work for certain."""
+    """Run a prompt, repeatedly if the GPU must certainly have had work."""
     with torch.no_grad():
         for _ in range(times):
             logits: torch.Tensor = model(torch.tensor([prompt]).to(DEVICE)).logits

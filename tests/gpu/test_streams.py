@@ -1,4 +1,4 @@
-"""What is asked of CUDA, on a real GPU: copies without waits, captures that break, other GPUs."""
+"""Tests of CUDA on a real GPU: copies without waits, aborted captures, other GPUs."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PAUSE_SECONDS = 0.2
 
 @pytest.mark.parametrize("num_bytes", [LEAST_BYTES, 40_000], ids=["one call", "one by one"])
 def test_copies_do_not_wait(num_bytes: int) -> None:
-    """Queued behind a pause of the stream: had a copy waited, the pause would be over."""
+    """The copy is queued after a pause on the stream; if it waited, the pause would be over."""
     streams = CudaStreams()
     host = torch.randint(256, (8 * num_bytes,), dtype=torch.uint8)
     target = streams.empty(host.nbytes)
@@ -71,7 +71,7 @@ def test_the_limit_on_memory_is_given_back() -> None:
 
 
 def require_a_working_gpu() -> None:
-    """Random numbers, the allocator and another capture must work as before."""
+    """Assert that random numbers, the allocator and another capture work as before."""
     torch.cuda.empty_cache()
     assert torch.rand(1000, device="cuda").std().item() > 0.1
     x, capture = torch.zeros(4, device="cuda"), CudaCapture(torch.device("cuda", 0))

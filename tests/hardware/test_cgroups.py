@@ -1,4 +1,4 @@
-"""Limits of memory in control groups, of both versions and at any depth."""
+"""Tests of memory limits in control groups, of both versions and at any depth."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The disk is measured at the model's expert size, past the system's cache where it lets."""
+"""Tests of measuring the disk at the model's expert size, without the page cache if possible."""
 
 import mmap
 import os
@@ -11,7 +11,7 @@ from tandem.hardware.disk import DEPTHS, measure_disk
 from tandem.hardware.page_cache import how_reads_go
 
 EXPERT_BYTES = 5000
-# The kernel's own files have no pages that a disk could be asked for.
+# The kernel's own files have no pages that come from a disk.
 REFUSING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MEMORY = Path("/dev/shm")
 
@@ -57,7 +57,7 @@ def test_a_file_system_that_refuses_is_found() -> None:
 
 @pytest.mark.skipif(not MEMORY.is_dir(), reason="no file system in memory here")
 def test_a_file_system_that_buffers_in_silence_is_found() -> None:
-    """Linux 6.6 and newer take O_DIRECT for files in memory; older ones refuse."""
+    """Linux 6.6 and newer accept O_DIRECT for files in memory; older versions refuse it."""
     with TemporaryDirectory(dir=MEMORY) as folder:
         file = Path(folder) / "file"
         file.write_bytes(bytes(1 << 20))
@@ -69,7 +69,7 @@ def test_a_file_system_that_buffers_in_silence_is_found() -> None:
 
 @pytest.fixture
 def direct(files: list[Path]) -> Path:
-    """A file that is read past the page cache: where the temporary folder lies on a disk."""
+    """A file that is read without the page cache, if the temporary directory is on a disk."""
     if how_reads_go(files[0]) != "direct":
         pytest.skip("the temporary folder lies in memory")
     return files[0]
@@ -78,7 +78,7 @@ def direct(files: list[Path]) -> Path:
 def test_buffers_that_show_in_the_page_cache_are_found(
     direct: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that takes O_DIRECT and buffers reads as one without O_DIRECT does."""
+    """A file system that accepts O_DIRECT but buffers is treated like one without O_DIRECT."""
     monkeypatch.setattr(os, "O_DIRECT", 0)
     assert how_reads_go(direct) == "silently buffered"
 

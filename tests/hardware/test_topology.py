@@ -1,4 +1,4 @@
-"""The default threads and their places, from the files of PCs as people own them; this machine."""
+"""Tests of default threads and their processors, from system files of real PCs and this one."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ def write(path: Path, text: str) -> None:
 def write_cores(
     root: Path, cores: Sequence[Sequence[int]], *, capacities: Sequence[int] = ()
 ) -> range:
-    """Write the cores' hyper-threads and capacities; return all processors."""
+    """Write the cores' hyper-threads and capacities; return all processor numbers."""
     for number, siblings in enumerate(cores):
         for processor in siblings:
             directory = root / CPUS / f"cpu{processor}"
@@ -32,7 +32,7 @@ def write_cores(
 
 
 def pairs(first: int, count: int) -> list[tuple[int, ...]]:
-    """Return cores whose two hyper-threads follow each other."""
+    """Return cores whose two hyper-threads have consecutive numbers."""
     return [(first + 2 * core, first + 2 * core + 1) for core in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""docs/models.md: what is in it, as text and back. Knows no model; the tests fill it in."""
+"""The content of docs/models.md: parsing and writing. Knows no model; the tests fill it in."""
 
 import re
 from dataclasses import dataclass, field
@@ -27,18 +27,18 @@ class ModelsDocument:
     """The section of released shapes, which `benchmarks.generation.released` writes."""
 
     def add(self, name: str, cells: str, why_blind: str | None) -> None:
-        """Add the rows of one architecture."""
+        """Add an architecture's rows."""
         self.run[name] = cells
         if why_blind is not None:
             self.blind[name] = why_blind
 
     def check(self, name: str, cells: str, why_blind: str | None) -> None:
-        """Assert that the rows of one architecture say what was found."""
+        """Assert that an architecture's rows are those that the tests found."""
         assert self.run.get(name) == cells, "run `make docs-models`"
         assert self.blind.get(name) == why_blind, "run `make docs-models`"
 
     def text(self) -> str:
-        """Return the whole file."""
+        """Return the text of the whole file."""
         lines = [
             "# Models",
             "",
@@ -113,14 +113,14 @@ def written() -> ModelsDocument | None:
 
 
 def released_section(text: str) -> str:
-    """Return the section of released shapes of the file's text, which stays as it is."""
+    """Return the section of released shapes, which is kept as it is."""
     found = re.search(r"^## Released shapes\n.*?(?=\n\n## )", text, re.MULTILINE | re.DOTALL)
     assert found is not None
     return found[0]
 
 
 def models_outside_the_interface() -> dict[str, str]:
-    """Return {model folder: cells} of MoE models that own their experts' forward."""
+    """Return {model folder: cells} of MoE models with their own forward of experts."""
     models = Path(transformers.__file__).parent / "models"
     found = {}
     for path in sorted(models.glob("*/modeling_*.py")):

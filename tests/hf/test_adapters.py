@@ -1,4 +1,4 @@
-"""Adapters on what Tandem does not replace work on the fast loop; all others are a sentence."""
+"""Tests of PEFT adapters: those on modules that Tandem keeps run fast; others are refused."""
 
 import importlib.util
 from pathlib import Path
@@ -11,7 +11,7 @@ import tandem
 from tandem.core.errors import ConfigError, ModelError, UnsupportedModelError
 from tests.hf.tiny import save_tiny_checkpoint
 
-# PEFT's own use of Transformers, which nothing here can change.
+# PEFT's own use of Transformers, which cannot be changed here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="peft is not installed (dev extra)"
@@ -25,7 +25,7 @@ def model(checkpoint: Path) -> Any:
 
 
 def lora(**options: Any) -> Any:
-    """Return a LoRA config whose adapters change what a model says from the start."""
+    """Return a LoRA config whose adapters change the output from the start."""
     from peft import LoraConfig
 
     return LoraConfig(init_lora_weights=False, **options)

@@ -1,6 +1,6 @@
-"""Every architecture on the experts interface computes through Tandem what Transformers computes.
+"""Tests that every architecture on the experts interface gives Transformers' results.
 
-Writes docs/models.md: `pytest tests/hf/test_architectures.py --write-docs`.
+They write docs/models.md: `pytest tests/hf/test_architectures.py --write-docs`.
 """
 
 import copy
@@ -55,9 +55,9 @@ ExpertsCall = tuple[int, Any, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def check_row(request: pytest.FixtureRequest) -> Iterator[CheckRow]:
-    """Compares an architecture's rows with the document's; `--write-docs` writes them at the end.
+    """Compare an architecture's rows with the document's, row by row.
 
-    Each row by itself, so that tests may run in several processes, or alone.
+    Tests may then run in several processes or alone. `--write-docs` writes all rows at the end.
     """
     if request.config.getoption("--write-docs"):
         found = ModelsDocument(
@@ -75,7 +75,7 @@ def check_row(request: pytest.FixtureRequest) -> Iterator[CheckRow]:
 
 
 def watch_experts(model: Any) -> list[int]:
-    """Return a list that grows by a module's number each time an experts module has run."""
+    """Return a list to which each run of an experts module appends the module's number."""
     calls: list[int] = []
     for number, module in enumerate(experts_blocks(model)):
         module.register_forward_hook(lambda *_, number=number: calls.append(number))
@@ -111,7 +111,7 @@ def describe(name: str, model: Any, experts: Any) -> str:
 
 
 def decode_step(name: str) -> str:
-    """Say how a decode step runs: what `tests/generate` and `tests/decode` find."""
+    """Describe how a decode step runs, as `tests/generate` and `tests/decode` find it."""
     if name in NOT_TOKEN_BY_TOKEN:
         return "none"
     pinned = json.loads(TABLE.read_text(encoding="utf-8")).get(name)
@@ -122,7 +122,7 @@ def decode_step(name: str) -> str:
 
 
 def steps_on_gpu(name: str, model: Any) -> str:
-    """Describe how a model's decode steps run on a GPU; `tests/generate` checks which use slots."""
+    """Describe how a decode step runs on a GPU; `tests/generate` checks which models use slots."""
     if name in NOT_TOKEN_BY_TOKEN:
         return "none"
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
@@ -131,8 +131,10 @@ def steps_on_gpu(name: str, model: Any) -> str:
 
 
 def aligned(model: Any) -> Any:
-    """Copy the dense weights out of the mapped file: torch adds in another order where they lie
-    at an address that is no multiple of 64, and files differ in that."""
+    """Copy the dense weights from the mapped file.
+
+    The order of torch's additions depends on addresses modulo 64, which differ between files.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
@@ -140,7 +142,7 @@ def aligned(model: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def tiny(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    """A tiny model of an architecture, which its tests share, and its checkpoint."""
+    """An architecture's tiny model and its checkpoint, shared by its tests."""
     model, folder = build_tiny_model(name), tmp_path_factory.mktemp(name)
     model.save_pretrained(folder)
     yield model, folder
@@ -176,7 +178,7 @@ def test_logits_equal_transformers_eager(
 
 @pytest.mark.parametrize("name", by_kind(architectures()), scope="module")
 def test_quantized_experts_are_near_and_saved_exactly(name: str, tiny: tuple[Any, Path]) -> None:
-    """Sees gate taken for up, a forgotten bias, a transposed matrix, a wrong clamp."""
+    """The test detects swapped gate and up, a missing bias, a transposed matrix, a wrong clamp."""
     model, folder = tiny
     calls: list[ExpertsCall] = []
     for number, module in enumerate(experts_blocks(model)):
@@ -197,9 +199,9 @@ def test_quantized_experts_are_near_and_saved_exactly(name: str, tiny: tuple[Any
 
 @pytest.mark.parametrize("name", architectures(), scope="module")
 def test_what_experts_weights_depend_on_is_not_packed(name: str, tiny: tuple[Any, Path]) -> None:
-    """Routers, that is: of parameters behind the weights, those that are not behind hidden states.
+    """These are routers: parameters that weights depend on and hidden states do not.
 
-    Where no weight depends on anything (Llama 4), the router's is not.
+    Where no weight depends on a parameter (Llama 4), the router's weight stays unpacked.
     """
     model = copy.deepcopy(tiny[0])
     put_on_interface(model)
@@ -220,7 +222,7 @@ def test_what_experts_weights_depend_on_is_not_packed(name: str, tiny: tuple[Any
 
 
 def parameters_behind(value: torch.Tensor) -> set[int]:
-    """Return the ids of what a value is computed from."""
+    """Return the ids of the parameters that a value depends on."""
     found, seen, ahead = set(), set(), [value.grad_fn]
     while ahead:
         node: Any = ahead.pop()
@@ -233,12 +235,12 @@ def parameters_behind(value: torch.Tensor) -> set[int]:
 
 @torch.no_grad()
 def outputs_of(model: Any, calls: list[ExpertsCall]) -> list[torch.Tensor]:
-    """Return what a model's experts make of the same inputs: routing cannot flip."""
+    """Return the experts' outputs for the same inputs, so that routing is the same."""
     return [result_in(experts_blocks(model)[number](*inputs)) for number, inputs, _ in calls]
 
 
 def result_in(outputs: Any) -> torch.Tensor:
-    """Return what experts made, where a block returns more."""
+    """Return the experts' output, if a block returns more."""
     result: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
     return result
 
@@ -249,7 +251,7 @@ def test_all_required_architectures_are_on_the_interface() -> None:
 
 
 def test_models_document_is_true(request: pytest.FixtureRequest) -> None:
-    """Its rows are compared by the tests of their architectures; here, the rest."""
+    """The tests of architectures compare their rows; this one compares the rest."""
     document = models_document.written()
     if document is not None and not request.config.getoption("--write-docs"):
         assert set(document.run) == set(architectures())

@@ -1,4 +1,4 @@
-"""A loaded model is used as any of Transformers: searches, pipelines, threads, `torch.compile`."""
+"""Tests of a loaded model as a Transformers model: beams, pipelines, threads, `torch.compile`."""
 
 import threading
 from pathlib import Path

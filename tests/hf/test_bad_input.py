@@ -1,4 +1,4 @@
-"""What users and files get wrong: one sentence with what was found, expected and to do."""
+"""Tests of errors in input and files: one sentence with found, expected and remedy."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A model is never written, copied or counted without its experts in silence."""
+"""Tests that a model is never saved, copied or counted without its experts silently."""
 
 import copy
 import io
@@ -72,7 +72,7 @@ def test_parameters_that_tandem_keeps_are_counted(
     checkpoint: Path, plain: Any, options: dict[str, Any]
 ) -> None:
     model = tandem.load(checkpoint, dtype="float32", **options)
-    # Packed layers take their own copy of weights that the embeddings may share.
+    # Packed layers have their own copy of weights that the embeddings may share.
     assert model.num_parameters() == plain.num_parameters()
     assert model.num_parameters(exclude_embeddings=True) == plain.num_parameters(
         exclude_embeddings=True

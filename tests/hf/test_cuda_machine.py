@@ -1,4 +1,4 @@
-"""A whole model wired to a GPU's code on the CPU twin: profile, memory shares, the same logits."""
+"""Tests of a model on a GPU's code, on the CPU twin: profile, memory shares, equal logits."""
 
 import contextlib
 import dataclasses
@@ -107,7 +107,7 @@ def test_the_profile_is_measured_once_and_memory_is_shared_out(
         reserved_bytes=made.reserved_bytes,
     )
     assert slots == (32_000_000 - made.reserved_bytes) >> 20
-    assert streams.memory().total_bytes == 32_000_000  # nothing beyond is taken
+    assert streams.memory().total_bytes == 32_000_000  # no more memory is taken
     assert streams.pinned_bytes == require_runtime(model).store.num_bytes
 
 
@@ -127,7 +127,7 @@ def test_an_option_that_one_graph_cannot_follow_is_followed_in_segments_by_name(
     streams, no_cache = LazyStreams(is_eager=True), cast("ExpertCache", None)
     with pytest.warns(TandemWarning, match=f"one graph cannot follow {reason}$"):
         parts = device_parts(asked, streams=streams, device_kernels=TorchKernels())
-    assert parts.captured(no_cache) is None  # without a look at it
+    assert parts.captured(no_cache) is None  # without reading it
 
 
 @pytest.mark.parametrize("options", [{"prefetch_count": 1}, {"prediction": "regression"}])
@@ -140,7 +140,7 @@ def test_what_is_copied_ahead_as_asked_needs_no_segments(
 
 
 class Failing(LazyStreams):
-    """A GPU on which a prompt does not fit."""
+    """A GPU that runs out of memory in a prompt."""
 
     def peak_bytes(self, work: Work) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -149,7 +149,7 @@ class Failing(LazyStreams):
 def test_a_load_that_fails_leaves_nothing_pinned_and_no_limit(
     model: Any, profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each step: while the GPU is measured, and after its memory has been shared out."""
+    """The load fails while the GPU is measured, or after its memory has been divided."""
     runtime = require_runtime(model)
     streams: LazyStreams
     monkeypatch.setattr(cuda_machine, "require_on_one_gpu", lambda model: 0)
@@ -173,7 +173,7 @@ def test_a_load_that_fails_leaves_nothing_pinned_and_no_limit(
 def test_the_workspace_is_measured_with_the_logits_of_one_token(
     model: Any, observed: ObservedModel
 ) -> None:
-    """A prompt's 2,048 rows of logits would be taken off the expert cache for nothing."""
+    """2,048 rows of logits for a prompt would reduce the expert cache for nothing."""
     seen = list[int]()
 
     class Watching(LazyStreams):
@@ -188,7 +188,7 @@ def test_the_workspace_is_measured_with_the_logits_of_one_token(
 
 
 class Uncompilable(TorchKernels):
-    """Kernels on a machine that lacks what compiles them; or each compiled in turn."""
+    """Kernels whose compilations fail with `error`, or are recorded."""
 
     def __init__(self, compiled: list[int], error: str | None) -> None:
         self._compiled, self._error = compiled, error

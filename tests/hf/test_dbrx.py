@@ -1,4 +1,4 @@
-"""DBRX beside what all architectures are tested for: damaged tensors, and its config's parts."""
+"""Tests of DBRX beyond those of all architectures: damaged tensors, and its nested config."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ NAME = "transformer.blocks.1.ffn.experts.mlp.w2"
 
 
 def test_forecasts_know_how_many_experts_a_token_has(tmp_path: Path) -> None:
-    """DBRX's config says it in a part of its own."""
+    """DBRX's config has it in a nested config."""
     build_tiny_model("dbrx", values={"n_layers": 1}).save_pretrained(tmp_path)
     sizes = model_sizes(open_model(tmp_path), OffloadConfig())
     assert sizes.top_k == TOP_K

@@ -1,4 +1,4 @@
-"""Packed dense layers inside models: near the original, the router untouched, saved as weights."""
+"""Tests of packed dense layers in models: accuracy, unpacked routers, saved weights."""
 
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def test_packed_models_generate(threads: CpuThreads) -> None:
 
 
 def test_a_generators_threads_are_those_of_layers_packed_before(threads: CpuThreads) -> None:
-    """Two sets of threads in one step would look out for work in turns."""
+    """Two sets of threads in one step would compete by polling for work."""
     model: Any = build_tiny_model("mixtral")
     pack_dense_layers(model, "bf16", CpuThreads(num_threads=1))
     Generator(model, threads=threads)
@@ -180,7 +180,7 @@ def test_a_saved_model_keeps_its_packed_layers(
 
 
 def test_packed_layers_are_written_from_where_they_lie(checkpoint: Path) -> None:
-    """A copy of all of them at once would take gigabytes."""
+    """Copying all of them at once would take gigabytes."""
     model = tandem.load(checkpoint, expert_dtype="int8", dense_dtype="int8", threads=1)
     lie = {layer.packed.matrix.data.data_ptr() for _, layer in packed_layers(model)}
     assert {parts[0].data_ptr() for parts in stored_tensors(model).values()} == lie

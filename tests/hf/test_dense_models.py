@@ -1,4 +1,4 @@
-"""Models without experts: loaded, stepped and packed by the same code, with an empty store."""
+"""Tests of models without experts: the same code loads, steps and packs them."""
 
 from pathlib import Path
 from typing import Any

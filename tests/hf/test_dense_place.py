@@ -1,4 +1,4 @@
-"""Where dense parts go: read on the host whatever their device is, and moved at the end."""
+"""Tests of the dense parts' place: read on the host for any device, and moved at the end."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ FUSED = ["gpt_oss", "granitemoe", "qwen3_vl_moe", "gemma4", "mistral4"]
 
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, torch.device]]:
-    """Let a GPU be asked for; note the moves to it, which only a machine with one can do."""
+    """Allow a GPU to be requested; record the moves to it instead of making them."""
     found: list[tuple[Any, torch.device]] = []
     monkeypatch.setattr(Cuda, "require", lambda self: None)
     monkeypatch.setattr(assembly, "move_dense_parts", lambda *move: found.append(move))
@@ -97,7 +97,7 @@ def test_what_is_tied_stays_tied_where_it_moves() -> None:
 
 
 def test_the_experts_placeholders_move_and_the_hosts_embeddings_stay(tmp_path: Path) -> None:
-    """So that `model.device` is where the dense parts are, whichever parameter comes first."""
+    """`model.device` is then the dense parts' device, whichever parameter comes first."""
     model = tandem.load(save_tiny_checkpoint(tmp_path / "tiny", "solar_open"))
     keep_embeddings_on_host(model, META)
     move_dense_parts(model, META)

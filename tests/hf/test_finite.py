@@ -1,4 +1,4 @@
-"""NaN is never silent: it is found in weights as they load, and in a step by its first layer."""
+"""Tests that NaN is never silent: it is found at load, and in a step with its first layer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ IDS = [20, 21, 22, 23]
 
 
 def spoil(checkpoint: Path, part: str, value: float = float("nan")) -> str:
-    """Put a value into the first tensor whose name contains `part`; return its name."""
+    """Set a value in the first tensor whose name contains `part`; return its name."""
     for shard in sorted(checkpoint.glob("model*.safetensors")):
         tensors = load_file(shard)
         for name, tensor in tensors.items():
@@ -67,7 +67,7 @@ def test_commands_say_it_in_a_sentence(
 
 
 def break_layer(model: Any, number: int) -> None:
-    """Let a layer's attention overflow from now on."""
+    """Make a layer's attention overflow from now on."""
     with torch.no_grad():
         model.model.layers[number].self_attn.o_proj.weight.fill_(float("nan"))
 
@@ -91,7 +91,7 @@ def pooled(model: Any) -> Callable[[], object]:
 
 
 def on_a_gpu(model: Any) -> Callable[[], object]:
-    """Return a captured step on the twin of a GPU, and a prompt where it has failed."""
+    """Return a captured step on a GPU's twin, and a prompt that fails."""
     rows = cuda_pool(model, [IDS, [30, 31]], 20, make_capture=TwinCapture)
     rows.prefill()
     for token in range(40, 48):
@@ -120,7 +120,7 @@ def test_a_step_that_is_not_finite_names_its_first_layer(
         step()
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight.copy_(weight)
-    step()  # nothing of it has stayed in a cache
+    step()  # no cache keeps any of it
 
 
 def test_tokens_that_a_model_forbids_are_no_error() -> None:

@@ -1,4 +1,4 @@
-"""Whole models on the emulated device: the same bits as on the CPU, and traces that replay."""
+"""Tests of whole models on the emulated device: the CPU's bits, and traces that replay."""
 
 import dataclasses
 import gc
@@ -49,7 +49,7 @@ def load(checkpoint: Path, profile: str, **options: Any) -> Any:
 
 
 def recorded(model: Any, prompts: Sequence[str] = tuple(PROMPTS)) -> RoutingTrace:
-    """Return what the routers chose while the model went on from every prompt."""
+    """Return the routers' choices while the model continues every prompt."""
     with recording(model) as recorder, torch.no_grad():
         for prompt in prompts:
             recorder.begin_sequences()
@@ -59,7 +59,7 @@ def recorded(model: Any, prompts: Sequence[str] = tuple(PROMPTS)) -> RoutingTrac
 
 
 def replayed(trace: RoutingTrace, cache: ExpertCache, resident: list[int]) -> Tally:
-    """Let the simulator do what a cache has done."""
+    """Run the simulator on the same routing as a cache."""
     run = ReplaySettings(
         settings=cache.settings, profile=cache.machine.profile, shape=cache.machine.shape,
         num_slots=cache.num_slots, prompt=None, compare_every=0,
@@ -99,18 +99,18 @@ def test_a_recorded_trace_replays_with_the_same_decisions(
     model = load(checkpoint, profile if machine == "made-up" else machine)
     executor = runtime_in(model).executor
     assert isinstance(executor, HybridExecutor)
-    assert executor.in_graph == (machine != "made-up")  # whose costs of one graph are not known
+    assert executor.in_graph == (machine != "made-up")  # whose costs for one graph are unknown
     resident = list(executor.cache.resident())
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
-    # A prompt of one token is a step like any other here, and a prompt to the simulator.
+    # A prompt of one token is a normal step here, and a prompt for the simulator.
     trace = recorded(model, PROMPTS[::2] if executor.in_graph else PROMPTS)
     assert runtime_in(model).executor is executor
     write_trace(tmp_path / "t.npz", trace)
     trace = read_trace(tmp_path / "t.npz")
     assert trace.token_ids is not None
     assert trace.token_ids[: len(PROMPTS[0])].tolist() == ids_of(PROMPTS[0])
-    # This run asked no router ahead; the recording did, and the simulator would use it.
+    # This run asked no router ahead, but the recording did, and the simulator would use it.
     trace = dataclasses.replace(trace, predicted=None)
     tally = replayed(trace, executor.cache, resident)
     assert tally.tokens == trace.num_tokens
@@ -253,7 +253,7 @@ def test_start_contents(checkpoint: Path, profile: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["emulated", "threaded"])
 def test_memory_for_all_holds_all(checkpoint: Path, profile: str, device: str) -> None:
-    """Experts that are fetched for one use have slots of their own beside them."""
+    """Experts that are fetched for one use have extra slots."""
     model = load(checkpoint, profile, gpu_memory="100MB", device=device)
     executor = runtime_in(model).executor
     assert executor.cache.planner.residency.has_every_expert()
@@ -273,7 +273,7 @@ def test_the_real_clock_says_the_same_to_the_bit(checkpoint: Path, profile: str)
 
 
 def test_steps_of_which_a_token_passes_layers_by_are_planned(profile: str, tmp_path: Path) -> None:
-    """Of text those of experts for images: an answer layer by layer would wait for them."""
+    """In text, tokens skip experts for images; answering layer by layer would wait for them."""
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "ernie4_5_vl_moe")
     alone = tandem.load(checkpoint, dtype="float32", expert_dtype="int8")
     hybrid = load(checkpoint, profile, device="threaded", expert_dtype="int8")
@@ -287,7 +287,7 @@ def test_steps_of_which_a_token_passes_layers_by_are_planned(profile: str, tmp_p
 def test_replayed_steps_on_the_real_clock_do_not_ask_python_for_layers(
     checkpoint: Path, profile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor do they lose anything: what listeners hear covers every layer of every token."""
+    """Nothing is lost: listeners get every layer of every token."""
     hybrid = load(checkpoint, profile, device="threaded", expert_dtype="int8", gpu_memory="60kB")
     executor = runtime_in(hybrid).executor
     num_layers = len(executor.store)

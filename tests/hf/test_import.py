@@ -1,4 +1,4 @@
-"""Importing Tandem is light, and works before and after Transformers."""
+"""Tests that importing Tandem is light, and works before and after Transformers."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ REGISTERED = (
 
 
 def run_python(code: str, imports: str = TORCH_IMPORTS) -> None:
-    """Run code where torch has been imported, which takes longest and decides nothing here."""
+    """Run code in a process that has already imported torch, which is slow and irrelevant here."""
     done = python(code, imports=imports)
     assert done.returncode == 0, done.stderr
 
@@ -24,7 +24,7 @@ def run_python(code: str, imports: str = TORCH_IMPORTS) -> None:
     ("modules", "heavy"),
     [
         ("tandem, tandem.core.errors, tandem.cli.main", {"torch", "numpy", "transformers"}),
-        ("tandem.apis.answering", {"torch"}),  # where bodies become prompts
+        ("tandem.apis.answering", {"torch"}),  # the process that turns bodies into prompts
         ("tandem.sim.simulation", {"torch", "transformers"}),
         ("tandem.policy.settings", {"torch", "numpy", "transformers"}),
     ],
@@ -55,7 +55,7 @@ def test_exported_names_exist() -> None:
 
 @pytest.mark.parametrize("module", ["config", "conversion", "experts", "quantizer", "load", "save"])
 def test_every_module_can_be_imported_first(module: str) -> None:
-    """Of Tandem: Transformers and torch are there."""
+    """Any Tandem module, with Transformers and torch installed."""
     transformers = (
         f"{TORCH_IMPORTS}\nimport transformers.quantizers.auto, transformers.modeling_utils"
     )

@@ -1,4 +1,4 @@
-"""A model that is gone has left nothing behind: its memory and its threads come back."""
+"""Tests that a deleted model leaves nothing behind: memory and threads are released."""
 
 import gc
 import threading
@@ -29,7 +29,7 @@ DEVICES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def heavy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose experts are nearly all of it: ten of them are 120 MB and more."""
+    """A checkpoint of mostly experts: ten of them are 120 MB or more."""
     directory = tmp_path_factory.mktemp("models") / "heavy"
     config = MixtralConfig(
         vocab_size=64, hidden_size=256, intermediate_size=1024, num_hidden_layers=1,
@@ -40,27 +40,27 @@ def heavy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own_bytes() -> int:
-    """Return what this process cannot give back; mapped files are not among it."""
+    """Return the process's private memory in bytes, without mapped files."""
     (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in x]
     return int(line.split()[1]) * 1024
 
 
 def answer(model: Any) -> None:
-    """Run a model in both ways: Transformers' loop, and a recorded step of ours."""
+    """Run a model in both ways: Transformers' loop, and a recorded step of Tandem."""
     model.generate(IDS, max_new_tokens=2, pad_token_id=0)
     tandem.Generator(model).generate(IDS[0], max_new_tokens=8, temperature=0)
 
 
 def native_threads() -> int:
-    """Return the threads of the system, of which one that has been joined may still be one."""
+    """Return the system's threads, which may include one that has just been joined."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 
 def repeat(times: int, work: Callable[[], None]) -> int:
-    """Return by how many bytes the process grows when it does something again."""
-    work()  # what is imported and kept when first used
+    """Return by how many bytes the process grows when a function is repeated."""
+    work()  # objects that are imported and kept at first use
     gc.collect()
-    gc.freeze()  # what is collected below is looked for among what is new: ten times as fast
+    gc.freeze()  # garbage is looked for among new objects only: ten times as fast
     before, native, num_threads = own_bytes(), native_threads(), threading.active_count()
     try:
         for _ in range(times):
@@ -121,7 +121,7 @@ def test_experts_go_with_the_model_not_with_the_next_collection(
 
 @pytest.mark.parametrize("device", ["cpu", "threaded"])
 def test_a_closed_model_has_given_everything_back(heavy: Path, tmp_path: Path, device: str) -> None:
-    kept = []  # as in a notebook, where every name lives on
+    kept = []  # as in a notebook, where every name stays alive
 
     def use_one() -> None:
         model = tandem.load(heavy, cache_dir=str(tmp_path), **DEVICES[device])
@@ -138,7 +138,7 @@ def test_a_closed_model_says_so(checkpoint: Path, tmp_path: Path) -> None:
     with AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config) as model:
         generator = tandem.Generator(model)
         generator.generate(IDS[0], max_new_tokens=8)
-    model.close()  # twice is no error
+    model.close()  # a second close is no error
     for ask in (lambda: model(IDS), lambda: generator.generate(IDS[0], max_new_tokens=8)):
         with pytest.raises(ConfigError, match="the model has been closed; load it again"):
             ask()

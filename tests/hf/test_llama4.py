@@ -1,4 +1,4 @@
-"""Llama 4 beside what all architectures are tested for: released models' class, and refusals."""
+"""Tests of Llama 4 beyond those of all architectures: the released models' class, and refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ TOKENS = [60, 71, 82, 93, 104]
 
 
 def test_the_class_of_released_models_answers_as_its_text_part(tmp_path: Path) -> None:
-    """Whose own forward fails on text in Transformers 5.24."""
+    """The class's own forward fails on text in Transformers 5.24."""
     model: Any = build_tiny_model("llama4", class_name=WHOLE)
     model.save_pretrained(tmp_path)
     offloaded = tandem.load(tmp_path, dtype="float32")
@@ -48,7 +48,7 @@ def test_the_class_of_released_models_answers_as_its_text_part(tmp_path: Path) -
 
 
 def test_captured_steps_of_slots_are_the_models(tmp_path: Path) -> None:
-    """Each slot in its own chunk, at its own temperature; embeddings that the host brings."""
+    """Each slot has its own chunk and temperature; embeddings come from the host."""
     build_tiny_model("llama4").save_pretrained(tmp_path)
     model, other = (tandem.load(tmp_path, dtype="float32") for _ in range(2))
     keep_embeddings_on_host(other, other.device)
@@ -64,7 +64,7 @@ def test_captured_steps_of_slots_are_the_models(tmp_path: Path) -> None:
 
 
 def one_by_one(directory: Path) -> None:
-    """Write a checkpoint's experts as quantised ones have them."""
+    """Write a checkpoint's experts one by one, as quantised checkpoints store them."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     for name in [name for name in tensors if ".experts." in name]:

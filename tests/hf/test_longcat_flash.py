@@ -1,4 +1,4 @@
-"""LongCat-Flash beside what all architectures are tested for: experts without weights."""
+"""Tests of LongCat-Flash beyond those of all architectures: experts without weights."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_released_checkpoints_have_no_matrices_for_them(checkpoint: Path) -> None:
-    """Transformers writes some, which nothing reads."""
+    """Transformers writes such matrices, but nothing reads them."""
     expected = logits_of(tandem.load(checkpoint, dtype="float32"))
     for spare in range(EXPERTS, EXPERTS + 4):
         lose_tensors(checkpoint, f"model.layers.1.mlp.experts.{spare}.")

@@ -1,4 +1,4 @@
-"""Routers found by watching, asked ahead with and without the residual; calibration."""
+"""Tests of looking ahead: finding routers, predictions with and without residual, calibration."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_router_asked_with_its_own_input_repeats_its_choice(name: str, tmp_pat
         recorder.begin_sequences()
         model(**tiny_inputs(model))
         trace = recorder.trace(name)
-    read = read[-len(routers) :]  # those before are of the search for the routers
+    read = read[-len(routers) :]  # earlier calls belong to the search for the routers
     for layer, router in enumerate(routers):
         with torch.no_grad():
             choice = router.choose(read[layer]).numpy()
@@ -58,7 +58,7 @@ def test_a_router_asked_with_its_own_input_repeats_its_choice(name: str, tmp_pat
 def test_routers_that_choose_the_largest_of_a_product_are_found(
     name: str, tmp_path: Path, scoring: str | None
 ) -> None:
-    """DeepSeek-V3's chooses groups first; DeepSeek-V4's adds a bias behind a function."""
+    """DeepSeek-V3 chooses groups first; DeepSeek-V4 adds a bias after a function."""
     model = tiny(name, tmp_path)
     for key, values in (*model.named_parameters(), *model.named_buffers()):
         if key.endswith(("e_score_correction_bias", "router.bias")):
@@ -81,7 +81,7 @@ def test_a_router_that_reads_token_ids_is_predicted_exactly(tmp_path: Path) -> N
     config.mlp_layer_types = ["hash_moe"] * len(config.mlp_layer_types)
     hashed = AutoModelForCausalLM.from_config(config)
     for name, table in hashed.named_buffers():
-        if name.endswith("tid2eid"):  # each token has experts of its own, in every layer others
+        if name.endswith("tid2eid"):  # each token has its own experts, different in every layer
             scores = torch.rand(len(table), config.num_local_experts)
             table.copy_(scores.topk(table.shape[1]).indices)
     hashed.save_pretrained(tmp_path)
@@ -173,11 +173,11 @@ def test_hints_are_planned_with_and_replay_exactly(
 def test_steps_that_are_replayed_ask_as_the_models_own_code_does(
     checkpoint: Path, profile: str, *, is_gpu: bool
 ) -> None:
-    """A twin of the GPU's steps needs no device of its own for that."""
+    """A twin of the GPU's steps needs no device for that."""
     model = load(checkpoint, profile, look_ahead=True, prediction="regression")
     executor = runtime_in(model).executor
     assert isinstance(executor.look_ahead, LookAhead)
-    executor.look_ahead.residuals.is_fixed = True  # a step that is compared is done twice
+    executor.look_ahead.residuals.is_fixed = True  # a step that is compared runs twice
     asked: list[list[tuple[int, ...]]] = []
 
     def look_ahead(layer: int) -> Sequence[Hint]:

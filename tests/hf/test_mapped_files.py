@@ -1,4 +1,4 @@
-"""Reading checkpoint files ahead."""
+"""Tests of reading checkpoint files ahead."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Packed checkpoints load as they were saved, and only with Tandem."""
+"""Tests that packed checkpoints load as they were saved, and only with Tandem."""
 
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def test_save_that_fails_leaves_nothing(
 def test_a_directory_with_packed_routers_loads(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As earlier versions wrote them: what is packed is what the files hold."""
+    """Earlier versions wrote such directories: the files decide what is packed."""
     checkpoint = save_tiny_checkpoint(tmp_path / "plain", name)
     options: dict[str, Any] = {"dtype": "float32", "threads": 1}
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What Transformers and torch keep private is named in two files, so that an upgrade reads two."""
+"""Tests that private names of Transformers and torch are used in only two files."""
 
 import ast
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ SOURCE = Path(__file__).parents[2] / "src" / "tandem"
 HOMES = {"hf/compat.py", "kernels/torch_private.py"}
 PUBLIC = {"_replace", "_asdict", "_fields", "_make"}  # of a NamedTuple, by Python's documentation
 ELSEWHERE = {
-    # argparse lists its flags and groups of them nowhere else
+    # argparse provides its flags and groups nowhere else
     ("cli/completion.py", "_actions"),
     *product(("cli/parser.py",), ("_actions", "_action_groups", "_group_actions")),
     *product(("core/config.py",), ("_ArgumentGroup", "_action_groups")),
-    # public, whatever its name: a process that ends at once
+    # public despite its name: ends a process at once
     *product(("engine/engine.py", "engine/helper.py"), ("_exit",)),
-    # Triton's interpreter takes its fast way for these functions alone; a kernel cannot import them
+    # Triton's interpreter has a fast path for these functions only; a kernel cannot import them
     *product(
         (
             f"triton_kernels/{name}.py"
@@ -37,7 +37,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(tree: ast.AST) -> Iterator[str]:
-    """Yield what a file gives its own classes and objects: methods, fields, slots of `self`."""
+    """Yield the names that a file defines: methods, fields, slots of `self`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for part in node.body:
@@ -53,7 +53,7 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 
 
 def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield (line, name) of private attributes, and of private modules and names of others."""
+    """Yield (line, name) of private attributes, modules and names of other packages."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.expr | ast.stmt):
             continue
@@ -86,7 +86,7 @@ def test_private_parts_of_others_are_named_in_their_homes_alone() -> None:
     own = {name for path in files for name in own_names(ast.parse(path.read_text("utf-8")))}
     found = [use for path in files for use in foreign_uses(path, own)]
     assert [use for use in found if use.partition(":")[0] not in HOMES] == []
-    assert {use.partition(":")[0] for use in found} == HOMES  # the test finds what is there
+    assert {use.partition(":")[0] for use in found} == HOMES  # the test must find something
 
 
 @pytest.mark.parametrize("home", sorted(HOMES))

@@ -1,4 +1,4 @@
-"""The runtime of a model, and the parts of every device that can be named."""
+"""Tests of a model's runtime, and of the parts of every named device."""
 
 import contextlib
 import importlib

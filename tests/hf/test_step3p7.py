@@ -1,4 +1,4 @@
-"""Step-3.7 beside what all architectures are tested for: clamps and padding of its router."""
+"""Tests of Step-3.7 beyond those of all architectures: clamps, and its router's padding."""
 
 import json
 from pathlib import Path

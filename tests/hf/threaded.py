@@ -1,7 +1,7 @@
-"""The parts of the device `threaded` for a loaded model; `tests.threaded` makes its name known.
+"""The parts of device `threaded` for a loaded model; `tests.threaded` registers its name.
 
-Device and link have threads of their own, which share this machine's cores, and decode steps go
-through the coordinator as a GPU's do.
+Device and link have their own threads on this machine's cores, and decode steps go through the
+coordinator as on a GPU.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ def device_parts(observed: ObservedModel) -> DeviceParts:
 
 
 def _captured_steps(observed: ObservedModel, cache: ExpertCache) -> TwinSteps | None:
-    """Return what computes decode steps; None where the kernels or the policy need plans."""
+    """Return what computes decode steps; None if the kernels or the policy need plans."""
     layers = observed.native_layers(cache)
     if layers is None:
         return None

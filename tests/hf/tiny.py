@@ -1,4 +1,4 @@
-"""A tiny checkpoint with a tokenizer, for tests that need files rather than an architecture."""
+"""Tiny checkpoints with a tokenizer, for tests that need files."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte below 128; other bytes are unknown."""
+    """Return a tokenizer with one token per byte below 128; other bytes are unknown tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 4]
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
     vocabulary |= {symbol: i + 4 for i, symbol in enumerate(alphabet)}
@@ -34,9 +34,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny_checkpoint(directory: Path, name: str = "mixtral", **values: int) -> Path:
-    """Write a tiny model of an architecture, with its tokenizer, in several shards.
+    """Write a tiny model of an architecture and its tokenizer, in several shards.
 
-    `values` are of its config.
+    `values` override config values.
     """
     build_tiny_model(name, values=values).save_pretrained(directory, max_shard_size="500KB")
     byte_tokenizer().save_pretrained(directory)
@@ -51,19 +51,19 @@ def save_tiny_dense(directory: Path, name: str = "qwen3") -> Path:
 
 
 def save_half_checkpoint(directory: Path) -> Path:
-    """Write a tiny model in float16, in which it runs padded."""
+    """Write a tiny model in float16, which runs padded."""
     build_tiny_model("mixtral").half().save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
 
 
 def loaded(folder: Path, name: str, **options: Any) -> Any:
-    """A tiny model whose linear layers are all packed: what it writes is the same in any batch."""
+    """A tiny model with all linear layers packed, whose answers are batch-invariant."""
     return load_packed(save_tiny_checkpoint(folder / "tiny", name), **options)
 
 
 def load_packed(directory: Path, **options: Any) -> Any:
-    """Load a tiny model with all its linear layers packed, as far as they can be."""
+    """Load a tiny model and pack all linear layers that can be packed."""
     packed = {"dtype": "bfloat16", "expert_dtype": "int8-g32", "dense_dtype": "int8-g32"}
     model = tandem.load(directory, threads=1, **{**packed, **options})
     model.generation_config.eos_token_id = None
@@ -71,7 +71,7 @@ def load_packed(directory: Path, **options: Any) -> Any:
 
 
 def as_generated(model: Any, folder: Path) -> Any:
-    """Return a tiny model that slots serve: itself, or as Tandem loads it if it has adapters."""
+    """Return a tiny model that slots serve, loaded by Tandem if it has adapters."""
     if experts_modules(model):
         return model
     model.save_pretrained(folder)
@@ -79,5 +79,5 @@ def as_generated(model: Any, folder: Path) -> Any:
 
 
 def edit_json(file: Path, **changes: Any) -> None:
-    """Give the object of a JSON file other values."""
+    """Change values of the object in a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))

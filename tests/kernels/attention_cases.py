@@ -1,4 +1,4 @@
-"""Cases that compare decode attention of the Triton kernels with torch, interpreted or on a GPU."""
+"""Cases that compare the Triton kernels' decode attention with torch, interpreted or on a GPU."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tandem.kv_cache.cuda.layers import DecodeKernels
 def form_of(
     heads: int, kv_heads: int, key_dim: int, value_dim: int = 0, **more: Any
 ) -> AttentionForm:
-    """Return a form with the usual scale; values are as wide as keys if nothing is said."""
+    """Return an attention form with the usual scale; values are as wide as keys by default."""
     return AttentionForm(
         num_heads=heads, num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim or key_dim,
         scale=key_dim**-0.5, **more,
@@ -24,7 +24,7 @@ def form_of(
 def tokens(
     form: AttentionForm, count: int, dtype: torch.dtype, random: torch.Generator, device: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values of some tokens: (heads, tokens, dim), views as a model's."""
+    """Return queries, keys and values of some tokens, (heads, tokens, dim), as strided views."""
 
     def some(heads: int, dim: int) -> Tensor:
         return torch.randn(count, heads, dim, generator=random).to(device, dtype).transpose(0, 1)
@@ -48,9 +48,9 @@ def attend_both(
     steps: int = 2,
     extent: int = 0,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Fill slots to some lengths and decode from there, by torch and by the kernels.
+    """Fill slots to some lengths and decode one step, by torch and by the kernels.
 
-    With an `extent` scores have a bias by distance, and sinks are of each token.
+    With an `extent`, scores have a distance bias and each token has its own sinks.
     """
     sinks = torch.linspace(-1, 2, form.num_heads).to(device, dtype) if has_sinks else None
     found = []

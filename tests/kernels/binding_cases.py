@@ -1,4 +1,4 @@
-"""A right call of every native function that takes memory."""
+"""A valid call of every native function that takes memory."""
 
 import math
 from array import array
@@ -23,7 +23,7 @@ TOKENS, HEADS, DIM, EXPERTS, TOP_K, HIDDEN = 3, 2, 16, 4, 2, 32
 
 
 class Case(NamedTuple):
-    """A call with its arguments, and which of its tensors, in order, may be of another kind."""
+    """A call with its arguments, and which of its tensors may have any size, stride or type."""
 
     call: Callable[..., object]
     args: Sequence[Any]
@@ -72,7 +72,7 @@ def _weight() -> DenseWeight:
 
 
 def _compressed_attention() -> _native.AttentionLayer:
-    """Attention that reads compressed keys beside its own."""
+    """Return arguments of attention with compressed keys beside a window's keys."""
     layer = _attention(is_joint=True)
     (keys,) = _kept(_bytes(1, 32, layer.joint_key_bytes))
     layer.set_compressed(keys, 2)
@@ -112,7 +112,7 @@ def _routed() -> _native.RoutedLayer:
 
 
 def _tokens_of_experts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return addresses, row_begin, row_token and hidden: of each expert one row, of token 0."""
+    """Return addresses, row_begin, row_token and hidden; each expert has one row, of token 0."""
     (buffers,) = _kept(_bytes(EXPERTS, _layout().num_bytes))
     begin = torch.arange(EXPERTS + 1, dtype=torch.int32)
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
@@ -125,7 +125,7 @@ def _routing() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def engine_cases() -> dict[str, Case]:
-    """Return the calls that compute at once."""
+    """Return the calls that compute immediately."""
     threads, layout, weight = _threads(), native_layout(_layout()), _weight()
     engine, dense, attention = threads.engine, threads.dense, threads.attention
     of_experts = *_tokens_of_experts(), _floats(EXPERTS, HIDDEN)
@@ -169,7 +169,7 @@ def engine_cases() -> dict[str, Case]:
 
 
 def making_cases() -> dict[str, Case]:
-    """Return the calls that make what others use."""
+    """Return the calls that create objects for other calls."""
     layout, packed = native_layout(_layout()), PackedMatrix.empty(16, HIDDEN, _FORMAT)
     sizes = 1, packed.format.group_size, 16, HIDDEN, HIDDEN
     routed = layout, 0, 1.0, 1.0, 0.0, _bytes(EXPERTS, _layout().num_bytes)
@@ -263,7 +263,7 @@ def coordinator_cases() -> dict[str, Case]:
 
 
 def _operations() -> dict[str, tuple[Any, ...]]:
-    """Return arguments of each operation of a program."""
+    """Return the arguments of each operation of a program."""
     x, heads, out = _floats(TOKENS, DIM), _floats(TOKENS, HEADS, DIM), _floats(TOKENS, DIM)
     where, weight = (_ints(TOKENS), torch.arange(TOKENS)), _weight()
     attention, head = _compressed_attention(), _floats(1, TOKENS, DIM)
@@ -316,7 +316,7 @@ def _operations() -> dict[str, tuple[Any, ...]]:
 
 
 def program_cases() -> dict[str, Case]:
-    """Return the operations of programs, each in one of its own."""
+    """Return the operations of programs, each in a program of its own."""
     strides = {
         "elementwise": [0, 1, 2], "reduction": [0], "softmax": [0], "layer_norm": [0],
         "greatest": [0], "lookup": [0, 1], "scatter": [0, 1, 2], "product": [0, 1, 2],
@@ -336,13 +336,13 @@ def program_cases() -> dict[str, Case]:
 
 @cache
 def cases() -> dict[str, Case]:
-    """Return all calls by the names of what is called."""
+    """Return all calls by the name of the function."""
     more = making_cases() | placing_cases() | coordinator_cases() | program_cases()
     return engine_cases() | more
 
 
 def public_names() -> set[str]:
-    """Return all functions, classes and methods of the native module."""
+    """Return the names of all functions, classes and methods of the native module."""
     found = set()
     for name, value in vars(_native).items():
         if name.startswith("_"):

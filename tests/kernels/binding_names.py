@@ -1,6 +1,6 @@
-"""Native functions that the cases of bindings leave out."""
+"""The native functions that have no binding case."""
 
-# What takes no memory: numbers, or objects that were checked when they were made.
+# Functions without memory arguments: they take numbers, or objects that were checked before.
 WITHOUT_MEMORY = {
     "AttentionEngine", "AttentionLayer.set_chunk", "AttentionLayer.set_selection",
     "Costs", "CpuFeatures", "DenseEngine", "DenseMatrix", "DriverLink", "ExpertEngine",

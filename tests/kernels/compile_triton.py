@@ -1,9 +1,9 @@
-"""Compiles the Triton kernels for GPUs that are not here; prints what the compiler says, as JSON.
+"""Compiles the Triton kernels for GPUs that are not here; prints the compiler's results as JSON.
 
     python -m tests.kernels.compile_triton 80 90 11    # capabilities, then how many cases
     python -m tests.kernels.compile_triton --unlike 80 90    # which kernels become other LLVM code
 
-A program of its own: in a test's process the kernels are interpreted.
+It is a program of its own because tests interpret the kernels in their process.
 """
 
 import json
@@ -38,7 +38,7 @@ CLAMPED = NativeActivation(ActivationKind.SWIGLU, 1.702, 7.0, 1.0)
 
 
 class Launch(NamedTuple):
-    """What a kernel was launched with."""
+    """The arguments of a kernel launch."""
 
     kernel: Any
     args: tuple[Tensor | int | None, ...]
@@ -46,7 +46,7 @@ class Launch(NamedTuple):
 
 
 class _Noted:
-    """Stands in a kernel's place and notes its launches."""
+    """Replaces a kernel and records its launches."""
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
         self._kernel, self._launches = kernel, launches
@@ -56,7 +56,7 @@ class _Noted:
 
 
 def noted_launches() -> list[Launch]:
-    """Put notes in the expert kernels' places; return the list that fills as they are launched."""
+    """Replace the expert kernels; return the list to which each launch is appended."""
     return noted_launches_of(
         (
             (vector, ("vector_up", "vector_down")),
@@ -68,7 +68,7 @@ def noted_launches() -> list[Launch]:
 
 
 def noted_launches_of(kernels: Iterable[tuple[Any, Sequence[str]]]) -> list[Launch]:
-    """Do so for kernels by module and name."""
+    """Replace kernels, given by module and name; return the list of their launches."""
     launches: list[Launch] = []
     for module, names in kernels:
         for name in names:
@@ -85,7 +85,7 @@ def launches_of(
     *,
     has_matrix_units: bool = True,
 ) -> list[Launch]:
-    """Return what `TritonExperts` launches for two experts of so many tokens each."""
+    """Return the launches of `TritonExperts` for two experts of this many tokens each."""
     launches = noted_launches()
     gated = activation is not RELU2
     layout = ExpertLayout(find_format(format_name), 2048, 768, gated, activation is CLAMPED)
@@ -102,7 +102,7 @@ def launches_of(
 
 
 def compiled(launch: Launch, capability: int) -> Any:
-    """Compile a launch, before 8.0 with fp16 for bf16; raises what the compiler raises."""
+    """Compile a launch, before 8.0 with fp16 for bf16; the compiler's errors are raised."""
     names, is_old = launch.kernel.arg_names, capability < 80
     constants = {k: v for k, v in launch.constants.items() if k not in _OPTIONS}
     constants = {k: "fp16" if is_old and v == "bf16" else v for k, v in constants.items()}
@@ -114,8 +114,8 @@ def compiled(launch: Launch, capability: int) -> Any:
         if a is not None
     }
     signature |= dict.fromkeys(constants, "constexpr")
-    # What the launcher finds by itself: tensors start at multiples of 16 bytes, numbers may be
-    # multiples of 16. Of some it is not to look.
+    # The launcher's specialisations: tensors start at multiples of 16 bytes, numbers may be
+    # multiples of 16. Some arguments are excluded.
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, argument in enumerate(launch.args)
@@ -129,7 +129,7 @@ def compiled(launch: Launch, capability: int) -> Any:
 
 
 def spilled_bytes(cubin: bytes) -> int:
-    """Return what a thread keeps in memory because registers are too few."""
+    """Return the bytes per thread that are spilled from registers to memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -162,7 +162,7 @@ CASES: tuple[tuple[str, int, NativeActivation | None, torch.dtype], ...] = (
     ("q2_k", 64, SWIGLU, torch.bfloat16),
     ("iq2_xs", 1, SWIGLU, torch.bfloat16),
     ("nvfp4", 64, SWIGLU, torch.bfloat16),
-    # From here on for a release or a new version of Triton, not for every change.
+    # The following are for a release or a new version of Triton, not for every change.
     ("mxfp4", 16, CLAMPED, torch.float32),
     ("bf16", 8, SWIGLU, torch.bfloat16),
     ("int4", 129, SWIGLU, torch.bfloat16),
@@ -212,7 +212,7 @@ CASES: tuple[tuple[str, int, NativeActivation | None, torch.dtype], ...] = (
 
 
 def results(capabilities: list[int], num_cases: int) -> Iterator[dict[str, Any]]:
-    """Compile each case for the next of the GPU generations in turn; yield the outcomes."""
+    """Compile the cases, each for one of the GPU generations in turn; yield the results."""
     for number, (name, num_tokens, activation, dtype) in enumerate(CASES[:num_cases]):
         capability = capabilities[number % len(capabilities)]
         is_new = capability >= 80
@@ -221,7 +221,7 @@ def results(capabilities: list[int], num_cases: int) -> Iterator[dict[str, Any]]
 
 
 def result_of(case: str, launch: Launch, capability: int) -> dict[str, Any]:
-    """Compile a launch; return what came of it."""
+    """Compile a launch; return the result."""
     binary = compiled(launch, capability)
     ptx = binary.asm["ptx"]
     return {
@@ -235,7 +235,7 @@ def result_of(case: str, launch: Launch, capability: int) -> dict[str, Any]:
 
 
 def unlike(capabilities: list[int]) -> Iterator[dict[str, Any]]:
-    """Yield for each kernel of few and of many tokens whether its LLVM code is not one for all."""
+    """Yield, per kernel and token count, whether the GPUs' LLVM code differs."""
     for num_tokens in (1, 129):
         for launch in launches_of("int4", num_tokens, SWIGLU, torch.bfloat16):
             binaries = [compiled(launch, capability) for capability in capabilities]

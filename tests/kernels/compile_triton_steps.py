@@ -3,7 +3,7 @@
     python -m tests.kernels.compile_triton_steps 80 90    # capabilities
     python -m tests.kernels.compile_triton_steps --code 89    # of hand-overs
 
-As `compile_triton`: prints JSON, and each case goes to one of the processors by turns.
+Prints JSON like `compile_triton`; the GPUs take the cases in turn.
 """
 
 import json
@@ -95,14 +95,14 @@ WINDOWS = (
 
 
 def launches_of(work: Callable[..., None], *args: Any) -> list[Launch]:
-    """Return what some work of these launches."""
+    """Return the kernels' launches while a function runs."""
     launches = noted_launches_of(KERNELS)
     work(*args)
     return launches
 
 
 def attend(case: tuple[Any, ...], capability: int) -> None:
-    """Launch what a decode step of two slots does on a GPU."""
+    """Launch the attention of a decode step with two slots."""
     heads, kv_heads, key_dim, value_dim, kind, dtype, window, has_sinks, *extents = case
     form = AttentionForm(
         num_heads=heads, num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim,
@@ -130,7 +130,7 @@ def attend(case: tuple[Any, ...], capability: int) -> None:
 
 
 def attend_in_windows(case: tuple[Any, ...], capability: int) -> None:
-    """Launch what a decode step of two slots does where compressed keys stand beside a window."""
+    """Launch the attention of a decode step with two slots, windows and compressed keys."""
     kind, dtype, ratio, most = case
     form = AttentionForm(
         num_heads=64, num_kv_heads=1, key_dim=512, value_dim=512, scale=0.1, window=128
@@ -146,7 +146,7 @@ def attend_in_windows(case: tuple[Any, ...], capability: int) -> None:
 
 
 def select(dtype: torch.dtype) -> None:
-    """Launch what a decode step of two slots does with DeepSeek-V4's indexer."""
+    """Launch a decode step of DeepSeek-V4's indexer with two slots."""
     keys, places = torch.zeros(2, 1025, 128), (torch.zeros(2, dtype=torch.int64),) * 2
     key, query = torch.zeros(2, 128, dtype=dtype), torch.zeros(2, 64, 128, dtype=dtype)
     DecodeAttention(128).select_keys(
@@ -159,7 +159,7 @@ def select(dtype: torch.dtype) -> None:
 
 
 def do_small(hidden_size: int, head_dim: int, num_experts: int, top_k: int) -> None:
-    """Launch what stands between the matrices of a layer of two rows."""
+    """Launch the small operations of a layer for two tokens."""
     hidden = torch.zeros(2, 1, hidden_size, dtype=torch.bfloat16)
     heads, fewer = (torch.zeros(2, n, 1, head_dim, dtype=torch.bfloat16) for n in (8, 2))
     table = torch.zeros(2, 1, head_dim, dtype=torch.bfloat16)
@@ -185,7 +185,7 @@ STATES = (
 
 
 def advance(form: RecurrenceForm) -> None:
-    """Launch a recurrence and a convolution of two slots."""
+    """Launch a recurrence and a convolution for two slots."""
     kernels = TritonStates()
     tokens = SlotTokens(torch.tensor([Run(0, 0, 1, 1)] * 2), 1)
     is_pair = form.decay == "pair"
@@ -219,7 +219,7 @@ def compress(ratio: int, dim: int, num_series: int) -> None:
 
 
 def mix(dtype: torch.dtype) -> None:
-    """Launch what mixes the streams of two tokens, as DeepSeek-V4-Flash has them."""
+    """Launch the mixing of two tokens' residual streams with DeepSeek-V4-Flash's sizes."""
     n, rows, kernels = 4, 24, hyper_connections.TritonStreams()
     streams, matrix = torch.zeros(2, n, 4096, dtype=dtype), torch.zeros(rows, n * 4096)
     connection = HyperConnection(1e-6, 1e-6, 2.0, 0.0, 20)
@@ -234,7 +234,7 @@ def memory_of(operation: StateOperation, states: torch.Tensor) -> StateMemory:
 
 
 def do_chains(num_rows: int) -> None:
-    """Launch a decay in fp32 of bf16 values, and a gate that is a number for each row."""
+    """Launch a decay in fp32 of bf16 values, and a gate with one number per token."""
     bf16 = torch.bfloat16
     x, bias = torch.zeros(num_rows, 1, 32, dtype=bf16), torch.zeros(32)
     decay = chains.Chain((0, 8, 3, 9), (0, 3, 4, 2), (0, 1, 4, 5), (0, 0, 0, 0), ())
@@ -250,7 +250,7 @@ SMALL = ((2048, 128, 128, 8), (2880, 64, 32, 4), (7168, 256, 512, 10), (2816, 25
 def hand_layers_over(
     num_rows: int, dtype: torch.dtype, *, layers: Sequence[int], wait_seconds: float
 ) -> None:
-    """Hand layers of so many rows over, by kernels that ring and poll if they wait."""
+    """Launch the hand-over of layers of this many tokens; if they wait, kernels ring and poll."""
     num_experts, top_k, hidden_size = 128, 8, 2048
     pairs = num_rows * top_k
     words, index = torch.zeros(pairs, dtype=torch.int32), torch.zeros(num_rows, top_k).long()
@@ -278,7 +278,7 @@ def hand_layers_over(
 
 
 def hand_over_launches(num_rows: int) -> list[Launch]:
-    """Return how a layer of so many rows is handed over; `code_of` shows the last."""
+    """Return the launches of a layer's hand-over; `code_of` prints the last ones."""
     launches = noted_launches_of(KERNELS)
     for wait_seconds in (0.0, 9.0):
         hand_layers_over(num_rows, torch.bfloat16, layers=[1], wait_seconds=wait_seconds)
@@ -286,21 +286,21 @@ def hand_over_launches(num_rows: int) -> list[Launch]:
 
 
 def on_gpu(launch: Launch) -> Launch:
-    """Return a launch whose tensors would lie on a GPU: here they do not."""
+    """Return a launch whose tensors claim to be on a GPU."""
     knows = "on_gpu" in launch.constants
     return launch._replace(constants=launch.constants | ({"on_gpu": True} if knows else {}))
 
 
 def dense_launches(format_name: str, num_rows: int) -> list[Launch]:
-    """Return what packed linear layers of so many rows launch, alone and together."""
+    """Return the launches of packed linear layers for this many tokens, alone and grouped."""
     launches = noted_launches()
     multiply(format_name, num_rows)
     return launches
 
 
 def multiply(format_name: str, num_rows: int) -> None:
-    """Launch packed linear layers of so many rows, alone and together."""
-    # Whatever it holds: no weight can be rounded to some formats.
+    """Multiply packed linear layers for this many tokens, alone and grouped."""
+    # Arbitrary contents: some formats cannot be quantised to.
     matrix = PackedMatrix.empty(512, 2048, find_format(format_name))
     weight = dense.bring(DenseWeight(matrix, torch.zeros(512)), torch.device("cpu"))
     rows = torch.zeros(num_rows, 2048, dtype=torch.bfloat16)
@@ -310,7 +310,7 @@ def multiply(format_name: str, num_rows: int) -> None:
 
 
 def code_of(launches: list[Launch], capability: int) -> dict[str, list[str]]:
-    """Return what each kernel asks of memory, and its products, line by line."""
+    """Return each kernel's memory accesses and matrix products as lines of text."""
     words = ("atom.", "ld.", "st.", "fence.", "nanosleep", "globaltimer", "bar.", "fma.", ".f32")
     return {
         launch.kernel.__name__: [
@@ -323,7 +323,7 @@ def code_of(launches: list[Launch], capability: int) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Compile and print."""
+    """Compile the kernels and print the results."""
     if sys.argv[1] == "--code":
         print(json.dumps([{"code": code_of(hand_over_launches(8), int(sys.argv[2]))}]))
         return

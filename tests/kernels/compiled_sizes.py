@@ -1,8 +1,8 @@
-"""What every Triton kernel takes of every GPU that is supported: prints a table (some minutes).
+"""Prints a table of the resources that the Triton kernels need on the supported GPUs.
 
     python -m tests.kernels.compiled_sizes
 
-All cases for all processors, where the tests give each case to one of them by turns.
+It takes minutes: it compiles all cases for all GPUs; the tests compile each case for one GPU.
 """
 
 import json
@@ -17,7 +17,7 @@ GPUS = (75, 80, 86, 89, 90, 120)
 
 
 def compiled(*arguments: object) -> list[dict[str, Any]]:
-    """Return what the compiler says, in a process of its own."""
+    """Return the compiler's results from a separate process."""
     command = [sys.executable, "-m", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -25,7 +25,7 @@ def compiled(*arguments: object) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Compile and print."""
+    """Compile the kernels and print the table."""
     print("| compute capability | kernels | shared memory, most | of a card's | with spills |")
     print("|---|---|---|---|---|")
     for gpu in GPUS:

@@ -2,8 +2,8 @@
 
     python -m tests.kernels.count_variants
 
-A program of its own: in a test's process the kernels are interpreted. A kernel is compiled for
-each key that Triton's own launcher makes of the arguments: constants, dtypes, alignments.
+It is a program of its own because tests interpret the kernels in their process. Triton's launcher
+compiles a kernel for each key of its arguments: constants, dtypes, alignments.
 """
 
 import functools
@@ -34,7 +34,7 @@ BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 
 def key(launch: Launch) -> str:
-    """Return what Triton keeps a compiled kernel by."""
+    """Return the key under which Triton stores a compiled kernel."""
     kernel = launch.kernel
     binder = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
     _, specialization, options = binder(*launch.args, **launch.constants)
@@ -42,7 +42,7 @@ def key(launch: Launch) -> str:
 
 
 class _Slots(NamedTuple):
-    """Stands for the slots of a batch's experts, whose memory nobody reads here."""
+    """The slots of a batch's experts; their memory is not read."""
 
     number: int
 
@@ -54,7 +54,7 @@ class _Slots(NamedTuple):
 
 
 def linear_layers(formats: Sequence[str]) -> list[DeviceLinear]:
-    """Return packed linear layers of some formats, each with layers of several shapes."""
+    """Return packed linear layers of some formats, each in several shapes."""
     from tandem.triton_kernels.dense import DeviceWeight
 
     image = torch.zeros(1, dtype=torch.uint8)
@@ -66,14 +66,14 @@ def linear_layers(formats: Sequence[str]) -> list[DeviceLinear]:
 
 
 def on_device(table: Tensor) -> Tensor:
-    """Return a copy that is aligned as torch's memory on a GPU is."""
+    """Return a copy with the alignment of torch's GPU memory."""
     return torch.empty_like(table).copy_(table)
 
 
 def run_prompt(
     kernels: TritonKernels, store: HostStore, layers: list[DeviceLinear], num_tokens: int
 ) -> None:
-    """Launch the batches of a prompt and of six tokens after it: all experts, halves, single."""
+    """Launch a prompt's batches and those of six later tokens: all experts, halves, single ones."""
     generator = torch.Generator().manual_seed(num_tokens)
     for count in (num_tokens, 1, 2, 3, 5, 8):
         for layer in layers:
@@ -101,7 +101,7 @@ def _prepare_sum(kernels: TritonKernels, row_of: Tensor, weights: Tensor) -> Sum
 
 
 def counts(launches: list[Launch], formats: Sequence[str]) -> dict[str, int]:
-    """Return how many kernels loading compiles, and how many the prompts need beside them."""
+    """Return how many kernels a load compiles, and how many more the prompts need."""
     from tandem.triton_kernels.experts import TritonExperts
 
     kernels, store, cpu = TritonKernels(TritonExperts()), make_store(GEOMETRY), torch.device("cpu")
@@ -119,7 +119,7 @@ def counts(launches: list[Launch], formats: Sequence[str]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print the counts without packed linear layers, with one format of them, and with two."""
+    """Print the counts with no packed linear layers, with one format and with two."""
     launches = noted_launches()
     print(json.dumps([counts(launches, f) for f in ((), ("int4",), ("q4_k", "q6_k"))]))
 

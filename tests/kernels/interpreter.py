@@ -1,4 +1,4 @@
-"""Triton's interpreter, in which kernels run on the CPU: it decides when a kernel is decorated."""
+"""Triton's interpreter, which runs kernels on the CPU; chosen when a kernel is decorated."""
 
 import dataclasses
 import importlib
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def interpreted() -> Iterator[pytest.MonkeyPatch]:
-    """Interpret the kernels that are imported and launched inside."""
+    """Interpret the kernels that are imported and launched in this context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "TRITON_INTERPRET", "1")
         from triton.runtime import interpreter
@@ -22,7 +22,7 @@ def interpreted() -> Iterator[pytest.MonkeyPatch]:
 
         def patched(tensor: Any, scope: Any) -> None:
             original(tensor, scope)
-            # As numpy 2.4 has it: an array of one element is no number, and bounds of loops are.
+            # In numpy 2.4 an array of one element is no number, but loop bounds are such arrays.
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
         patch.setattr(interpreter, "_patch_lang_tensor", patched)
@@ -31,7 +31,7 @@ def interpreted() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(interpreter, "_patch_builtin", builtins)
         patch.setattr(interpreter, "_get_np_dtype", _np_dtypes(interpreter._get_np_dtype))
         _keep_shapes(patch)
-        # A third of the time: its checks of sums and products are for debugging, which is off.
+        # A third of the time: its checks of sums and products are for debugging, which is disabled.
         builder = interpreter.interpreter_builder
         options = dataclasses.replace(builder.options, sanitize_overflow=False)
         patch.setattr(builder, "options", options)
@@ -39,7 +39,7 @@ def interpreted() -> Iterator[pytest.MonkeyPatch]:
 
 
 class _PatchedOnce:
-    """Replaces Triton's language for a launch, and not again for each function that it calls."""
+    """Patches Triton's language once per launch, not again for each called function."""
 
     def __init__(self, patch_language: Callable[[Any], Any]) -> None:
         self._patch_language = patch_language
@@ -61,7 +61,7 @@ class _PatchedOnce:
 
 
 class _BuiltinsOnce:
-    """Looks once for what of a module or class is Triton's own, and not again for each launch."""
+    """Finds the Triton builtins of a module or class once, not again for each launch."""
 
     def __init__(self, patch_builtins: Callable[[Any, Any, Any], None]) -> None:
         self._patch_builtins = patch_builtins
@@ -77,7 +77,7 @@ class _BuiltinsOnce:
 
 
 def _np_dtypes(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `original`, which makes a table for each of its answers, with the answers kept."""
+    """Return `original` with cached results; it builds a table at each call."""
     known: dict[str, Any] = {}
 
     def np_dtype(dtype: Any) -> Any:
@@ -90,7 +90,7 @@ def _np_dtypes(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _keep_shapes(patch: pytest.MonkeyPatch) -> None:
-    """Keep what each tensor and each of its types computes of its shape again."""
+    """Cache what each tensor and tensor type computes from its shape."""
     from triton.language import core
 
     make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
@@ -118,7 +118,7 @@ def _keep_shapes(patch: pytest.MonkeyPatch) -> None:
 
 
 def interpreted_module(name: str) -> Any:
-    """Return a fixture: a module of kernels, interpreted while a test module runs."""
+    """Return a fixture: a kernel module that is interpreted while a test module runs."""
 
     @pytest.fixture(scope="module")
     def module() -> Iterator[ModuleType]:

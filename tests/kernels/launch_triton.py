@@ -1,9 +1,9 @@
 """Triton's real launch path without a card: python -m tests.kernels.launch_triton 89 120
 
-Its driver here compiles what is launched for a GPU, makes the launcher's source, and does nothing.
-So what only a launch shows is shown: arguments that the binder refuses, constants that a kernel is
-not specialised for, code that the compiler refuses. Tensors are the host's, whose pointers nobody
-follows.
+The driver here compiles each launched kernel for a GPU, builds the launcher's source, and runs
+nothing. So it finds what only a launch finds: arguments that the binder refuses, constants without
+a specialisation, code that the compiler refuses. Tensors are in host memory, and their pointers are
+not read.
 """
 
 import collections
@@ -35,16 +35,16 @@ CPU = torch.device("cpu")
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8
 SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 _FEWEST_MATRIX = 80
-# For these what asks no matrix units becomes the same LLVM code (`test_triton.py`): each format is
-# compiled for one of them.
+# For these GPUs kernels without matrix units become the same LLVM code (`test_triton.py`): each
+# format is compiled for one of them.
 _BY_TURNS = 89, 90, 120
-_LAYERS = 0, 1, 15  # whose numbers, 1 more, Triton would tell apart: 1, a multiple of 16, others
+_LAYERS = 0, 1, 15  # sizes that, plus 1, Triton would distinguish: 1, a multiple of 16, others
 launched = collections.Counter[str]()
 compiled = collections.Counter[str]()
 
 
 class _Utilities:
-    """What Triton asks of the driver about a kernel and a card."""
+    """Answers Triton's queries about a kernel and a card."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
         return 1, 2, 64, 0, 1024  # module, function, registers, spills, threads
@@ -53,11 +53,11 @@ class _Utilities:
         return {"max_shared_mem": 101376, "multiprocessor_count": 128}
 
     def set_printf_fifo_size(self, size: int) -> None:
-        """Nothing is printed."""
+        """Do nothing."""
 
 
 class _Launcher:
-    """Makes a launcher's source as for a card; a launch is counted."""
+    """Builds a launcher's source as for a card, and counts the launches."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         names = source.fn.arg_names
@@ -78,7 +78,7 @@ class _Launcher:
 
 
 class NoCard:
-    """A driver of Triton's for a simulated GPU."""
+    """A Triton driver for a simulated GPU."""
 
     launcher_cls = _Launcher
     utils = _Utilities()
@@ -86,7 +86,7 @@ class NoCard:
     def __init__(self, capability: int) -> None:
         """Compile for `sm_{capability}`."""
         self._target = GPUTarget("cuda", capability, 32)
-        self._number = capability  # Triton keeps what it compiled, and for what, by device
+        self._number = capability  # Triton caches compiled kernels, with their keys, by device
 
     def get_current_target(self) -> GPUTarget:
         return self._target
@@ -105,7 +105,7 @@ class NoCard:
 
 
 def cases(capability: int, *, is_short: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Return what decode steps and prompts launch, by name; `is_short` for one case of a kind."""
+    """Return named launches of decode steps and prompts; with `is_short` one of each kind."""
     dtype = torch.bfloat16 if capability >= _FEWEST_MATRIX else torch.float16
     most = 1 if is_short else None
     formats = _formats(capability, is_short=is_short)
@@ -142,7 +142,7 @@ def cases(capability: int, *, is_short: bool) -> Iterator[tuple[str, Callable[[]
 
 
 def _formats(capability: int, *, is_short: bool) -> list[tuple[WeightFormat, bool]]:
-    """Return formats, and whether those of a format's kernels that take turns have theirs."""
+    """Return formats, and whether it is this GPU's turn for each of them."""
     if is_short:
         return [(find_format("int4"), True)]
     turn = _BY_TURNS.index(capability) if capability in _BY_TURNS else None
@@ -150,7 +150,7 @@ def _formats(capability: int, *, is_short: bool) -> list[tuple[WeightFormat, boo
 
 
 def never_launched() -> set[str]:
-    """Return the kernels of Tandem's that nothing here has launched."""
+    """Return Tandem's kernels that no case has launched."""
     found = {
         name: each
         for info in pkgutil.iter_modules(triton_kernels.__path__, "tandem.triton_kernels.")
@@ -163,20 +163,20 @@ def never_launched() -> set[str]:
 
 def _hand(rows: int, dtype: torch.dtype, wait_seconds: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        # Barriers, pauses and clocks are a GPU's own, and left out for tensors of the host.
+        # Barriers, pauses and clocks exist on a GPU only, and are omitted for host tensors.
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
         steps.hand_layers_over(rows, dtype, layers=_LAYERS, wait_seconds=wait_seconds)
 
 
 def main(capabilities: list[int], *, is_short: bool) -> int:
-    """Launch all cases for each capability; return how many fail."""
+    """Launch all cases for each capability; return the number of failures."""
     num_failed = 0
     for capability in capabilities:
         active.set_active(NoCard(capability))
         for name, work in cases(capability, is_short=is_short):
             try:
                 work()
-            except Exception as error:  # Triton's compilers and tools raise what they like
+            except Exception as error:  # Triton's compilers and tools raise arbitrary exceptions
                 num_failed += 1
                 print(f"sm_{capability}: {name}: {type(error).__name__}: {error}"[:400], flush=True)
     for name in sorted(never_launched()):

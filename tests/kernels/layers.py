@@ -1,7 +1,8 @@
-"""A layer's experts, computed natively and by the reference, for tests of the CPU's kernels.
+"""A layer's experts computed natively and by references, for tests of the CPU's kernels.
 
-Two references: one rounds activations as the kernels do (what is left is the order of additions),
-one is fp32 on the unpacked weights (what is left is the rounding of activations).
+There are two references. One rounds activations as the kernels do, so that only the order of
+additions differs. The other is fp32 on the unpacked weights, so that the rounding of activations
+differs too.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ SILU = NativeActivation(ActivationKind.SWIGLU)
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's experts and one call's routing; `rows` of each expert are tokens in any order."""
+    """A layer's experts and one call's routing; `rows` lists each expert's tokens in any order."""
 
     layout: ExpertLayout
     store: Tensor
@@ -51,7 +52,7 @@ class Layer:
     def expected(
         self, *, is_rounded: bool, activate: Callable[[Tensor], Tensor] | None = None
     ) -> list[Tensor]:
-        """Return each expert's rows; `activate` is in the place of the layer's activation."""
+        """Return each expert's outputs; `activate` replaces the layer's activation."""
         apply = activate or partial(apply_activation, self.activation)
 
         def rounded(rows: Tensor, fmt: WeightFormat) -> Tensor:
@@ -115,7 +116,7 @@ def make_layer(
 
 
 def _draw(rows: int, cols: int, fmt: WeightFormat) -> Tensor | CodedMatrix:
-    """Draw a matrix whose products are about as large as its inputs."""
+    """Return a random matrix whose products are about as large as its inputs."""
     if fmt.encoding.grid is not None:
         return draw_lines(rows, cols, fmt)
     return torch.randn(rows, cols) / cols**0.5

@@ -1,4 +1,4 @@
-"""Attention over a KV cache against the plain definition, over shapes, masks and sinks."""
+"""Tests of attention over a KV cache against the definition: shapes, masks, sinks."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def plain(
     form: AttentionForm, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int,
     sinks: torch.Tensor | None, row: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """One token's attention, head by head: q (heads, dim), k and v (kv heads, positions, dim)."""
+    """Compute a token's attention by head: q (heads, dim), k and v (kv heads, positions, dim)."""
     places = torch.arange(position + 1)
     seen = places > position - (form.window or position + 1)
     if form.chunk:
@@ -74,7 +74,7 @@ def filled(
     form: AttentionForm, dtype: torch.dtype, sinks: torch.Tensor | None = None, kv_dtype: str = "",
     rows: int = 3,
 ) -> tuple[CachedAttention, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """A full cache, with its keys and values (rows, kv heads, positions, dim)."""
+    """Return a full cache, and its keys and values (slots, kv heads, positions, dim)."""
     keys, values = keys_and_values(form, dtype, rows)
     attention = CachedAttention(form, kv_dtype or dtype, sinks, PROMPT_LENGTHS)
     attention.reserve(rows, CAPACITY)
@@ -93,7 +93,7 @@ def defined(
     form: AttentionForm, dtype: torch.dtype, rows: tuple[int, ...], positions: tuple[int, ...],
     has_sinks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Queries (heads, tokens, dim) and what attention is by definition: once for all kernels."""
+    """Return queries (heads, tokens, dim) and their attention by definition, shared by tests."""
     (keys, values), sinks = keys_and_values(form, dtype, 3), sinks_of(form, has_sinks)
     query = torch.randn(len(rows), form.num_heads, form.key_dim).to(dtype).transpose(0, 1)
     wanted = [
@@ -107,7 +107,7 @@ def require_definition(
     form: AttentionForm, dtype: torch.dtype, rows: torch.Tensor, positions: torch.Tensor,
     isa: str, has_sinks: bool,
 ) -> None:  # fmt: skip
-    """Attend for tokens at some rows and positions, and compare each with the definition."""
+    """Attend for tokens of some slots and positions; compare each with the definition."""
     attention, *_ = filled(form, dtype, sinks_of(form, has_sinks))
     query, wanted = defined(form, dtype, (*rows.tolist(),), (*positions.tolist(),), has_sinks)
     actual = attention.attend(CpuThreads(num_threads=2, isa=isa), rows, positions, query)
@@ -131,7 +131,7 @@ def test_decode_equals_the_definition(isa: str, dtype: torch.dtype, has_sinks: b
 def test_a_prompts_attention_equals_the_definition(
     isa: str, dtype: torch.dtype, first_position: int
 ) -> None:
-    # Tokens of two rows: of one so many that they fill several tiles, of the other three.
+    # Tokens of two slots: one fills several tiles, the other has three.
     rows = torch.tensor([1] * 70 + [2] * 3)
     positions = torch.cat([torch.arange(first_position, first_position + 70), torch.arange(3)])
     for form in FORMS:
@@ -154,7 +154,7 @@ def test_int8_keys_and_values_cost_a_percent(isa: str, dtype: torch.dtype) -> No
 def test_int8_survives_channels_that_stand_out() -> None:
     form = form_of(8, 2, 128)
     attention, keys, values = filled(form, torch.float32, None, "int8")
-    keys[..., 7] *= 20  # as in models, where one channel of the keys is large for all positions
+    keys[..., 7] *= 20  # as in models, where one channel of the keys is large at all positions
     places = torch.zeros(CAPACITY, dtype=torch.int64), torch.arange(CAPACITY)
     attention.append(THREADS, *places, keys[0], values[0])
     query = torch.randn(8, 1, 128)
@@ -280,7 +280,7 @@ def test_an_unknown_kv_dtype_gets_one_sentence() -> None:
 @pytest.mark.parametrize("heads", [1, 2, 4, 7, 16, 40])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (96, 32), (576, 512)])
 def test_tiles_give_what_vectors_give(heads: int, key_dim: int, value_dim: int) -> None:
-    """Where the processor has tiles (AMX)."""
+    """Skipped unless the processor has tiles (AMX)."""
     if "amx" not in available_isas():
         pytest.skip("this processor has no tiles")
     tiles, vectors = (CpuThreads(num_threads=2, isa=isa) for isa in ("amx", "avx512"))

@@ -1,6 +1,6 @@
-"""A token's result has the same bits whatever else is in the batch, on every instruction set.
+"""Tests that a token's result has the same bits in any batch, on every instruction set.
 
-Otherwise an answer would depend on which other requests run beside it.
+Otherwise an answer would depend on the other requests.
 """
 
 import functools
@@ -98,7 +98,7 @@ def of_rows(layer: Layer, rows: list[list[int]]) -> Layer:
 @pytest.mark.parametrize("kv_dtype", sorted(KV_DTYPES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_in_attention(isa: str, kv_dtype: str, dtype: torch.dtype) -> None:
-    """A prompt at once, in chunks, token by token, and beside other sequences."""
+    """Attend a prompt at once, in chunks, token by token, and beside other sequences."""
     rows = torch.tensor([1] * 70 + [0, 2, 2])
     positions = torch.cat([torch.arange(290, 360), torch.tensor([CAPACITY - 1, 3, 4])])
     for form in FORMS[::3]:

@@ -1,4 +1,4 @@
-"""No native function takes an address on trust: other sizes, types and devices are refused."""
+"""Tests that native functions check their arguments: wrong sizes, types, devices are refused."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Compressed keys against torch: how windows become keys, and attention beside a window's own."""
+"""Tests of compressed keys against torch: windows that become keys, and attention with them."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def compressed(values: Tensor, gates: Tensor, bias: Tensor, num_series: int) -> Tensor:
-    """The keys of whole windows in torch: (windows, dim) of (n_tokens, series * dim)."""
+    """Return the keys of whole windows by torch: (windows, dim) from (n_tokens, series * dim)."""
     ratio, width = bias.shape
     count, dim = len(values) // ratio, width // num_series
     shape = count, ratio, num_series, dim
@@ -94,7 +94,7 @@ def attention_of(
     heads: int = 5,
     capacity: int = TOKENS,
 ) -> tuple[CachedAttention, CompressedKeys]:
-    """Attention of some heads, with what holds its compressed keys, in three slots."""
+    """Return attention heads and their compressed keys in three slots."""
     form = AttentionForm(
         num_heads=heads, num_kv_heads=1, key_dim=dim, value_dim=dim, scale=dim**-0.5, window=WINDOW
     )
@@ -106,7 +106,7 @@ def attention_of(
 
 
 def plain(query: Tensor, own: Tensor, beside: Tensor, sinks: Tensor | None) -> Tensor:
-    """One token's attention: query (heads, dim), keys (n, dim) that are values too."""
+    """Compute one token's attention: query (heads, dim), keys (n, dim) that are also values."""
     keys = torch.cat([own, beside]).double()
     scores = query.double() @ keys.T * query.shape[-1] ** -0.5
     nothing = torch.full((len(query),), -torch.inf) if sinks is None else sinks
@@ -127,7 +127,7 @@ def test_a_window_and_compressed_keys(
     most: int | None,
     kv_dtype: str,
 ) -> None:
-    """Of slots where little has been compressed, nothing, and several segments of keys."""
+    """Slots with few, no and several segments of compressed keys."""
     sinks = draw(5, seed=4) if has_sinks else None
     attention, _ = attention_of(dim, dtype, sinks, kv_dtype)
     keys, beside = (draw(3, TOKENS, dim, seed=n, dtype=dtype) for n in (1, 2))
@@ -160,7 +160,7 @@ def test_a_window_and_compressed_keys(
 def test_a_token_does_not_depend_on_the_others(
     threads: CpuThreads, kv_dtype: str, heads: int
 ) -> None:
-    """Alone, beside its neighbours and beside other slots: around ends of windows and segments."""
+    """Attend alone, beside neighbours and beside other slots, near ends of windows and segments."""
     attention, _ = attention_of(32, torch.float32, draw(heads, seed=4), kv_dtype, heads)
     keys, beside = (draw(TOKENS, 32, seed=n) for n in (1, 2))
     places, ones = torch.arange(TOKENS), torch.ones(TOKENS, dtype=torch.int64)
@@ -183,7 +183,7 @@ def test_a_token_does_not_depend_on_the_others(
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
 def test_a_ring_gives_what_all_positions_give(threads: CpuThreads, kv_dtype: str) -> None:
-    """Own keys lie at the remainder of their position, compressed ones all the same."""
+    """A ring stores a position at its remainder; compressed keys are stored as before."""
     whole, ring = (
         attention_of(32, torch.float32, None, kv_dtype, capacity=n)[0] for n in (TOKENS, 128)
     )

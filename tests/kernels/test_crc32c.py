@@ -1,4 +1,4 @@
-"""CRC32C: by the processor's instruction and from a table, against a bit at a time."""
+"""Tests of CRC32C by instruction and by table, against a loop over bits."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.kernels import _native
 
 SUMS = (_native.crc32c, _native.crc32c_portable)
-# Around where three streams begin, and with what they leave over.
+# Lengths around the start of three streams, and with remainders.
 LONG = (12_287, 12_288, 12_289, 13_055, 16_384, 100_003)
 
 of_both = pytest.mark.parametrize("sum_of", SUMS)

@@ -1,4 +1,4 @@
-"""Packed dense matrices against torch, over formats, shapes and numbers of tokens."""
+"""Tests of packed dense matrices against torch: formats, shapes, token counts."""
 
 import pytest
 import torch

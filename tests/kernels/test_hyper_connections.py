@@ -1,4 +1,4 @@
-"""Hyper-connections against torch: streams into a layer's input, its output into the streams."""
+"""Tests of hyper-connections against torch: streams into a layer's input, and its output back."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def threads(isa: str) -> CpuThreads:
 def tensors_of(
     connection: HyperConnection, count: int, n: int, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Streams, and a matrix with its base and scales."""
+    """Return streams, and a matrix with its base and scales."""
     random = torch.Generator().manual_seed(7 * n + dim)
 
     def draw(*shape: int, size: float = 1.0) -> Tensor:
@@ -41,7 +41,7 @@ def tensors_of(
 def weights_of(
     connection: HyperConnection, streams: Tensor, matrix: Tensor, base: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Weights of streams, of the output and of the mixture, in double precision."""
+    """Return the weights of streams, output and mixture in double precision."""
     n, x = streams.shape[1], streams.flatten(1).double()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + connection.norm_eps)
     sizes = [n, n, n * n][: len(scales)]
@@ -91,7 +91,7 @@ def test_inputs_and_weights_of_any_number_of_tokens(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "dim"), SIZES)
 def test_streams_behind_a_layer(threads: CpuThreads, dtype: torch.dtype, n: int, dim: int) -> None:
-    """As the models compute it: weights are rounded first, and the sum of two rounded parts."""
+    """As in the models, weights are rounded first, then the sum of two rounded parts."""
     streams, *rest = tensors_of(SINKHORN, 41, n, dim, dtype)
     y = streams.flip(0, 1).mean(1)
     _, weights = mix_in(threads, SINKHORN, streams, *rest)

@@ -1,7 +1,7 @@
-"""The native kernels against the torch reference: formats, shapes, instruction sets, token counts.
+"""Tests of the native kernels against the torch reference: formats, shapes, instruction sets.
 
-The reference multiplies the unpacked weights in fp32. What differs is the rounding of activations
-(int8 per group, or bf16), so errors are measured against the size of the result.
+The reference multiplies the unpacked weights in fp32. The kernels round activations (int8 per
+group, or bf16), so errors are measured relative to the result.
 """
 
 import os
@@ -41,7 +41,7 @@ ACTIVATIONS = {
 
 
 def route(*tokens_per_expert: int, num_tokens: int = 0) -> list[list[int]]:
-    """Let each expert take its first tokens, rotated by its number."""
+    """Return routing that gives each expert its first tokens, rotated by its number."""
     num_tokens = num_tokens or max(tokens_per_expert)
     return [[(i + t) % num_tokens for t in range(n)] for i, n in enumerate(tokens_per_expert)]
 

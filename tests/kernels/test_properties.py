@@ -1,4 +1,4 @@
-"""Any layer, on every instruction set of this machine, against the references of `layers`."""
+"""Tests of random layers on every instruction set of this machine, against `layers`."""
 
 import pytest
 import torch
@@ -52,8 +52,8 @@ def layers(draw: st.DrawFn) -> Layer:
 def test_any_layer_on_every_instruction_set(layer: Layer) -> None:
     num_rows = sum(len(tokens) for tokens in layer.rows)
     num_inner = max(1, num_rows * layer.layout.intermediate_size)
-    # A last bit of the first projection may move a code of the second's input by one of 127 steps:
-    # a few of them show where there are few.
+    # A last bit of the first projection may change a code of the second's input by one step of 127,
+    # which matters where there are few codes.
     tolerance = max(1e-3, 0.15 / num_inner**0.5)
     expected = layer.expected(is_rounded=True)
     for isa, engine in ENGINES.items():

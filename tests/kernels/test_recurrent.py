@@ -1,4 +1,4 @@
-"""Short convolutions and linear recurrences against Transformers' own functions."""
+"""Tests of short convolutions and linear recurrences against Transformers' functions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.every_isa
 
 
 def tokens_of(lengths: dict[int, int], first: int = 0) -> StateTokens:
-    """Return the tokens of slots, one slot after the other, from position `first` on."""
+    """Return the tokens of slots, one slot after another, starting at position `first`."""
     slots = torch.tensor([slot for slot, n in lengths.items() for _ in range(n)]).long()
     positions = torch.cat([torch.arange(first, first + n) for n in lengths.values()])
     return StateTokens(slots, positions)
 
 
 def in_parts(layer: LayerState, threads: CpuThreads, *inputs: Tensor, cuts: list[int]) -> Tensor:
-    """Advance slot 1 by all tokens, cut into several calls."""
+    """Advance slot 1 by all tokens in several calls."""
     outputs = []
     for first, end in zip([0, *cuts], [*cuts, len(inputs[0])], strict=True):
         tokens = tokens_of({1: end - first}, first)
@@ -48,7 +48,7 @@ def close(actual: Tensor, expected: Tensor, *, dtype: torch.dtype = torch.float3
 
 
 class Rule(NamedTuple):
-    """An operation, a text's inputs, and the rows that Transformers' own function makes of them."""
+    """An operation, its inputs, and the expected outputs by Transformers' function."""
 
     operation: Convolution | Recurrence
     inputs: list[Tensor]
@@ -129,7 +129,7 @@ def mamba() -> Rule:
 
 
 def require(rule: Rule, threads: CpuThreads, *cuts: list[int]) -> None:
-    """Require Transformers' rows, the same bits however a text is cut, and idle slots' states."""
+    """Assert Transformers' outputs, equal bits for any chunks, and unchanged idle slots."""
     layer = new_layer_state(3, rule.operation)
     outputs = [in_parts(layer, threads, *rule.inputs, cuts=where) for where in ([], *cuts)]
     close(outputs[0], rule.expected, dtype=rule.expected.dtype)
@@ -176,7 +176,7 @@ def test_slots_do_not_disturb_each_other(threads: CpuThreads) -> None:
 
 
 def layers_of_all_kinds() -> dict[str, tuple[LayerState, list[Tensor]]]:
-    """A layer of each kind for two slots, with inputs for 12 tokens."""
+    """Return layers of each kind for two slots, with inputs for 12 tokens."""
     delta = delta_inputs(12, 2, 4, 16, 20, torch.bfloat16)
     kimi_delta = delta_inputs(12, 3, 3, 16, 24, torch.float32)
     kimi_delta["g"] = -draw(1, 12, 3, 16, seed=4).abs()
@@ -202,7 +202,7 @@ def layers_of_all_kinds() -> dict[str, tuple[LayerState, list[Tensor]]]:
 
 @pytest.mark.parametrize("kind", ["convolution", "head", "key", "pair"])
 def test_drafted_tokens_are_taken_back(kind: str, threads: CpuThreads) -> None:
-    """Outputs and, in the end, states are those of tokens one by one, bit for bit."""
+    """Outputs and final states are bit-identical to those of single tokens."""
     layer, inputs = layers_of_all_kinds()[kind]
     expected = in_parts(layer, threads, *inputs, cuts=[*range(1, 12)])
     state = layer.states[1].clone()

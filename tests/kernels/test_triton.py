@@ -1,7 +1,7 @@
-"""The Triton kernels: right in the interpreter, and accepted by the compiler for real GPUs.
+"""Tests of the Triton kernels: correct in the interpreter, accepted by the compiler for real GPUs.
 
-The interpreter proves the arithmetic, the compiler that a GPU would take it; only tests/gpu runs
-the two together. Skipped where Triton cannot be imported.
+The interpreter checks the arithmetic, the compiler that a GPU would accept the code; only tests/gpu
+runs both together. Skipped if Triton cannot be imported.
 """
 
 import json
@@ -41,7 +41,7 @@ def check(
     activation: NativeActivation | None = SWIGLU,
     dtype: torch.dtype = torch.float32,
 ) -> float:
-    """Compute experts with so many tokens each; return the error relative to the reference."""
+    """Compute experts with this many tokens each; return the error relative to the reference."""
     return relative_error(
         experts.TritonExperts(),
         fmt,
@@ -85,7 +85,7 @@ def test_rows_are_added_in_the_routers_order(triton_experts: ModuleType, num_col
 
 
 def compiler_says(*arguments: str) -> list[dict[str, Any]]:
-    """Compile in a process in which Triton does not interpret."""
+    """Compile in a process that does not interpret Triton."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -96,7 +96,7 @@ def compiler_says(*arguments: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_compiler_takes_the_kernels_for_every_supported_gpu() -> None:
-    """Compiled to machine code without a GPU, within what each has; 16-byte loads where meant."""
+    """Compile to machine code without a GPU, within each GPU's limits; check 16-byte loads."""
     gpus = ["90", "80", "86", "89", "120", "75"]
     results = compiler_says("tests.kernels.compile_triton", *gpus, "17")
     assert {str(result["sm"]) for result in results} == set(gpus)
@@ -116,7 +116,7 @@ def test_the_compiler_takes_the_kernels_for_every_supported_gpu() -> None:
 
 @pytest.mark.slow
 def test_without_matrix_units_gpus_from_80_on_run_the_same_llvm_code() -> None:
-    """So `launch_triton.py` compiles these kernels of each format for one of them."""
+    """So `launch_triton.py` compiles these kernels of each format for one GPU only."""
     results = compiler_says("tests.kernels.compile_triton", "--unlike", "89", "90", "120")
     unlike = {result["kernel"] for result in results if result["is_unlike"]}
     assert "matrix_up" in unlike
@@ -124,7 +124,7 @@ def test_without_matrix_units_gpus_from_80_on_run_the_same_llvm_code() -> None:
 
 
 def test_all_kernels_of_a_model_are_compiled_when_it_is_loaded_and_are_few() -> None:
-    """Twenty prompts with steps after them: no kernel is compiled for their lengths or tables."""
+    """Twenty prompts with later steps: no length or table compiles another kernel."""
     experts, one, two = compiler_says("tests.kernels.count_variants")
     for counts in (experts, one, two):
         assert counts["met"] > 10

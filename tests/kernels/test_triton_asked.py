@@ -1,4 +1,4 @@
-"""The kernels that ask a router, in Triton's interpreter: the choice is torch's."""
+"""Tests of the kernels that ask a router, in Triton's interpreter, against torch."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ handing = interpreted_module("tandem.devices.cuda.handing")
 
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_a_bias_comes_behind_a_function_of_the_products(handing: Any, scoring: str) -> None:
-    """Large products too, of which an exponential overflows."""
+    """Products may be so large that an exponential overflows."""
     random = torch.Generator().manual_seed(0)
     weight, hidden = torch.randn(24, 40, generator=random), torch.randn(2, 40, generator=random)
     residual, bias = torch.randn(40, generator=random), torch.randn(24, generator=random)

@@ -1,4 +1,4 @@
-"""Decode attention in Triton: what torch computes, in the interpreter; accepted for real GPUs."""
+"""Tests of decode attention in Triton: interpreted against torch, and compiled for real GPUs."""
 
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ triton_attention = interpreted_module("tandem.triton_kernels.decode_attention")
 
 @pytest.fixture(scope="module")
 def kernels(triton_attention: ModuleType) -> DecodeKernels:
-    """Attention for a GPU of twelve processors."""
+    """Attention for a GPU with twelve multiprocessors."""
     found: DecodeKernels = triton_attention.DecodeAttention(12)
     return found
 
@@ -40,7 +40,7 @@ def require_same(*given: Any, **more: Any) -> None:
 def test_small_tiles_give_what_torch_gives(
     triton_attention: ModuleType, form: AttentionForm
 ) -> None:
-    """As cards before 8.0 have them: of many dimensions a program computes some."""
+    """Cards before 8.0 have small tiles: with large dimensions, each program computes a part."""
     kernels = triton_attention.DecodeAttention(12, has_small_tiles=True)
     require_same(kernels, form, [70, 3])
 
@@ -85,7 +85,7 @@ def test_windows_softcaps_and_sinks(
 
 
 def test_windows_that_keep_prompts(kernels: DecodeKernels) -> None:
-    """Of the tokens that are decoded the first ones slide out; a prompt may be none or short."""
+    """The first decoded tokens slide out of the window; a prompt may be empty or short."""
     form = form_of(4, 2, 16, window=4, keeps_prompt=True)
     require_same(kernels, form, [70, 0, 9], steps=9)
 
@@ -125,7 +125,7 @@ def test_int8_keys_are_near_exact_ones(kernels: DecodeKernels) -> None:
 
 
 def test_a_latent_is_key_and_value_at_once(triton_attention: ModuleType) -> None:
-    """576 numbers of a position, of which 512 are its value: read from one memory."""
+    """A position has 576 numbers, of which the first 512 are its value; memory is read once."""
     random = torch.Generator().manual_seed(2)
     heads, length = 20, 150
     form = form_of(heads, 1, 576, 512)
@@ -147,7 +147,7 @@ def test_a_latent_is_key_and_value_at_once(triton_attention: ModuleType) -> None
 def test_nothing_is_captured_again_when_a_text_or_the_cache_grows(
     triton_attention: ModuleType,
 ) -> None:
-    """The launches of a step are the same at 3 and at 700 tokens, in memory that has moved."""
+    """A step's launches are equal at 3 and at 700 tokens, and after the cache has moved."""
     form = form_of(4, 2, 16, 16)
     launches: list[tuple[Any, ...]] = []
 
@@ -175,7 +175,7 @@ def test_nothing_is_captured_again_when_a_text_or_the_cache_grows(
 
 
 def require_ordered(code: dict[str, list[str]]) -> None:
-    """What is published before the doorbell, the host's rows past the caches, no joined sums."""
+    """Assert release order before the doorbell, uncached reads of host results, unfused sums."""
     *_, last_write, barrier, fence, doorbell = code["publish"]
     assert "st.global" in last_write
     assert "bar.sync" in barrier

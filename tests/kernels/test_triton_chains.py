@@ -1,4 +1,4 @@
-"""Chains of small operations in Triton: what torch computes, step by step, in the interpreter."""
+"""Tests of chains of small operations in Triton, interpreted, against torch step by step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +24,12 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def decay(x: Tensor, rates: Tensor, bias: Tensor) -> Tensor:
-    """As Qwen3-Next has it, in fp32 whatever comes in."""
+    """Compute the decay of Qwen3-Next, in fp32 for any input."""
     return -rates.float().exp() * F.softplus(x.float() + bias)
 
 
 def gate(x: Tensor, other: Tensor) -> Tensor:
-    """A value that is read twice, and one that is read elsewhere too."""
+    """Compute a gate with one input used twice and one used elsewhere."""
     half = x * 0.5
     return half * torch.sigmoid(other) + half * torch.tanh(half)
 
@@ -117,7 +117,7 @@ def test_values_that_are_not_finite_stay_so(chains: Any) -> None:
 def test_dense_values_need_no_kernel_for_each_shape(
     chains: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores of index keys have as many columns as a step looks at; no longer text compiles."""
+    """Index scores have a column per position, so a longer text must not compile a kernel."""
     run, compiled = chains.run_chain, []
 
     class Noted:

@@ -1,4 +1,4 @@
-"""Packed linear layers on a GPU: the values of their weights, in the interpreter."""
+"""Tests of packed linear layers on a GPU: their weights' values, in the interpreter."""
 
 from types import ModuleType
 

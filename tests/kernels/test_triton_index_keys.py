@@ -1,4 +1,4 @@
-"""Keys that an indexer selects by Triton's kernels: those that torch selects, interpreted."""
+"""Tests of the indexer's selection by Triton's kernels, interpreted, against torch."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -23,7 +23,7 @@ triton_attention = interpreted_module("tandem.triton_kernels.decode_attention")
 
 
 class Case(NamedTuple):
-    """An indexer, and where the tokens of a step stand."""
+    """An indexer, and the positions of a step's tokens."""
 
     heads: int
     dim: int
@@ -52,7 +52,7 @@ Inputs = Callable[[int], tuple[Tensor, Tensor, Tensor]]
 
 
 def inputs_of(case: Case) -> Inputs:
-    """Return what makes key, query and weights of so many tokens."""
+    """Return the inputs for key, query and weights of this many tokens."""
     random = torch.Generator().manual_seed(1)
 
     def some(*shape: int) -> Tensor:
@@ -68,7 +68,7 @@ def inputs_of(case: Case) -> Inputs:
 
 
 def selected(case: Case, kernels: DecodeKernels | None) -> list[Tensor]:
-    """Return what each token of two steps sees behind prompts: numbers in order, -1 first."""
+    """Return each token's selection in two steps after prompts: sorted numbers, -1 first."""
     (index_keys, new), inputs = kept_by(case, kernels), inputs_of(case)
     for slot, length in enumerate(case.lengths):
         if length:
@@ -115,7 +115,7 @@ def test_what_torch_selects(
 
 
 def seen_in_prompts(case: Case, kernels: DecodeKernels | None) -> list[Tensor]:
-    """Return what the tokens of each slot's prompt see, and those of one behind it."""
+    """Return the selections of each slot's prompt tokens, and of one token after them."""
     (index_keys, new), inputs = kept_by(case, kernels), inputs_of(case)
     found = []
     for slot, length in enumerate(case.lengths):
@@ -142,7 +142,7 @@ def seen_in_prompts(case: Case, kernels: DecodeKernels | None) -> list[Tensor]:
 def test_prompts_see_what_torch_selects(
     triton_attention: ModuleType, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Piece by piece, each with as many scores as there is memory for."""
+    """Prompts run piece by piece, as the memory for scores allows."""
     from tandem.triton_kernels import selected_keys
 
     monkeypatch.setattr(selected_keys, "_BLOCK_SCORES", 32)

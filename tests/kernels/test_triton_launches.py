@@ -1,4 +1,4 @@
-"""Triton's launch path for what a decode step and a prompt launch, by a driver without a card."""
+"""Tests of Triton's launch path for a decode step and a prompt, by a driver without a card."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ IS_WHOLE = os.environ.get("TANDEM_DRY_GPU") == "1"
 @pytest.mark.timeout(7200 if IS_WHOLE else 600)
 @pytest.mark.parametrize("capability", ["75", "89", "90", "120"] if IS_WHOLE else ["89"])
 def test_kernels_are_bound_specialised_compiled_and_launched(capability: str) -> None:
-    """In a process of its own: elsewhere in the tests kernels are interpreted."""
+    """Run in a process of its own, because the tests' process interprets kernels."""
     options = [capability] if IS_WHOLE else [capability, "--short"]
     command = [sys.executable, "-m", "tests.kernels.launch_triton", *options]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -27,5 +27,5 @@ def test_kernels_are_bound_specialised_compiled_and_launched(capability: str) ->
         for kind in ("launched", "compiled")
     )
     assert {"publish", "combine", "recur_tokens"} <= set(launched)  # and all others: see returncode
-    # One that waits and one that does not, whichever layer they are of: no capture compiles.
+    # One that waits and one that does not, for any layer: captures compile nothing.
     assert compiled["combine"] == 2 < launched["combine"]

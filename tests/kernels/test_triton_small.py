@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and choices in Triton: what torch computes, in the interpreter."""
+"""Tests of norms, rotary embeddings and choices in Triton, interpreted, against torch."""
 
 from types import ModuleType
 from typing import Any
@@ -88,7 +88,7 @@ def test_choices(operations: ModuleType, num_experts: int, top_k: int, is_normal
 def test_neighbours_that_heads_end_with_are_turned(
     operations: ModuleType, heads: int, dtype: torch.dtype
 ) -> None:
-    """As DeepSeek-V4 has them: the last 6 of 20 values; the others stay as they are."""
+    """DeepSeek-V4 rotates only the last 6 of 20 values in pairs of neighbours."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 3, 40, generator=random).to(dtype)[..., ::2][:, :, :, :20]
     x = x if heads == 1 else x.transpose(1, 2)

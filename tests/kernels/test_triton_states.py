@@ -1,6 +1,6 @@
-"""Convolutions and recurrences on a GPU: in torch, and in Triton's interpreter, Transformers' own.
+"""Tests of convolutions and recurrences on a GPU: torch and interpreted Triton, by Transformers.
 
-The interpreter cuts bf16 off where others round, so its results are further away.
+The interpreter truncates bf16 where others round, so its results differ more.
 """
 
 import random
@@ -56,7 +56,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[StateKernels]:
 
 
 class OneSlot:
-    """An operation with the states of some slots, of which the middle one gets tokens."""
+    """An operation with the states of some slots; the middle slot gets tokens."""
 
     def __init__(self, kernels: StateKernels, operation: Convolution | Recurrence) -> None:
         self._kernels, self._operation = kernels, operation
@@ -66,7 +66,7 @@ class OneSlot:
         else:
             form = operation.form
             shape = (form.num_heads, form.key_dim, form.value_dim)
-        self.states = torch.full((SLOTS, *shape), 7.0)  # a state of zeros begins by itself
+        self.states = torch.full((SLOTS, *shape), 7.0)  # a state of zeros starts automatically
         log = torch.full((SLOTS, 2, MOST_DRAFTED, logged_values(operation)), 7.0)
         self.memory = StateMemory(self.states, log)
 
@@ -86,7 +86,7 @@ class OneSlot:
 
 
 def require(kernels: StateKernels, rule: Rule, cuts: list[int]) -> None:
-    """Require what is expected, in one call and in several, and that other slots are left alone."""
+    """Assert the expected results in one call and in several, and unchanged other slots."""
     operation = rule.operation
     if isinstance(operation, Convolution):  # channels side by side, in fp32
         bias = None if operation.bias is None else operation.bias.float()
@@ -128,7 +128,7 @@ def test_other_rules(kernels: StateKernels, make_rule: Callable[[], Rule], cuts:
 
 
 def test_slots_go_on_side_by_side_and_idle_ones_stay(kernels: StateKernels) -> None:
-    """A step of three tokens: a slot begins, one goes on, and one token is padding."""
+    """A step of three tokens: one slot begins, one continues, and one token is padding."""
     form = RecurrenceForm(2, 1, 16, 16, "head", is_delta=True)
     inputs = rows_of(delta_inputs(SLOTS, 1, 2, 16, 16, torch.float32))
     convolution = Convolution(draw(4, 8, seed=1).t(), None, True)
@@ -156,7 +156,7 @@ OPERATIONS: dict[str, Convolution | Recurrence] = {
 
 
 def tokens_for(operation: Convolution | Recurrence, count: int) -> list[Tensor]:
-    """Inputs of so many tokens."""
+    """Return inputs of this many tokens."""
     if isinstance(operation, Convolution):
         return [draw(count, len(operation.weight))]
     form = operation.form
@@ -172,7 +172,7 @@ def tokens_for(operation: Convolution | Recurrence, count: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_drafted_tokens_that_are_taken_back_leave_nothing(kernels: StateKernels, name: str) -> None:
-    """Two slots write texts in steps of random drafts, of which the first few are kept."""
+    """Two slots decode random drafts and keep the first few of each step."""
     operation, length, chance = OPERATIONS[name], 14, random.Random(3)
     texts = {
         slot: [x.flip(0) if slot else x for x in tokens_for(operation, length)] for slot in (0, 2)
@@ -208,7 +208,7 @@ def test_drafted_tokens_that_are_taken_back_leave_nothing(kernels: StateKernels,
 def test_windows_become_keys_wherever_a_step_begins(
     kernels: StateKernels, ratio: int, dim: int, num_series: int
 ) -> None:
-    """Of two slots, in steps of up to eight tokens of one, of which some are taken back."""
+    """Steps have up to eight tokens of one slot; some of them are taken back."""
     count, width = 22, num_series * dim
     operation = Compression(draw(ratio, width, seed=3), num_series)
     tokens = [[draw(count, width, seed=n) for n in (slot, slot + 2)] for slot in range(2)]

@@ -1,4 +1,4 @@
-"""Residual streams in Triton: what torch computes in double precision, interpreted."""
+"""Tests of residual streams in Triton, interpreted, against torch in double precision."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def test_inputs_and_weights(
 @pytest.mark.parametrize(("n", "dim"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_streams_behind_a_layer(streams_module: Any, n: int, dim: int, dtype: torch.dtype) -> None:
-    """Weights are rounded first, and the sum of two rounded parts is."""
+    """Weights are rounded first, then the sum of two rounded parts."""
     streams, *_ = tensors_of(SINKHORN, 3, n, dim, dtype)
     y, weights = streams.flip(0, 1).mean(1), torch.rand(3, n + n * n)
     of_output, mixture = weights[:, :n].to(dtype), weights[:, n:].unflatten(-1, (n, n)).to(dtype)

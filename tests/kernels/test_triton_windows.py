@@ -1,4 +1,4 @@
-"""Attention in windows beside compressed keys in Triton: what torch computes, interpreted."""
+"""Tests of attention with windows and compressed keys in Triton, interpreted, against torch."""
 
 from types import ModuleType
 from typing import NamedTuple
@@ -24,7 +24,7 @@ triton_attention = interpreted_module("tandem.triton_kernels.decode_attention")
 
 
 class Case(NamedTuple):
-    """A layer, and where the tokens of a step stand."""
+    """A layer, and the positions of a step's tokens."""
 
     form: AttentionForm
     ratio: int = 0
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def steps_of(case: Case, windows: DeviceWindows) -> list[Tensor]:
-    """Return what prompts of some lengths and two steps behind them give."""
+    """Return the outputs of prompts of some lengths and of two steps after them."""
     form, random = case.form, torch.Generator().manual_seed(1)
     sinks = torch.linspace(-1, 2, form.num_heads).to(case.dtype) if case.has_sinks else None
     windows.reserve(LENGTH, 0)
@@ -71,7 +71,7 @@ def steps_of(case: Case, windows: DeviceWindows) -> list[Tensor]:
 
 
 def chosen_of(case: Case, positions: list[int], random: torch.Generator) -> Tensor:
-    """Return some keys of those that end before each position, in any order and with gaps."""
+    """Return some of the keys that end before each position, unordered and with gaps."""
     rows = []
     for position in positions:
         numbers = torch.randperm((position + 1) // case.ratio, generator=random)

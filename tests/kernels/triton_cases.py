@@ -1,4 +1,4 @@
-"""Batches of experts for the Triton kernels, against the reference: interpreted, or on a GPU."""
+"""Batches of experts for the Triton kernels, against the reference, interpreted or on a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ ACTIVATIONS = (
 
 
 def tanh_gate(rows: Tensor) -> Tensor:
-    """An activation that no kernel knows."""
+    """An activation that the kernels do not support."""
     gate, up = rows.chunk(2, dim=-1)
     return torch.tanh(gate) * up
 
@@ -39,7 +39,7 @@ def relative_error(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> float:
-    """Compute experts with so many tokens each by `TritonExperts`; return the relative error."""
+    """Compute experts with this many tokens each by `TritonExperts`; return the relative error."""
     from tandem.triton_kernels.rows import row_table
 
     random = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ def relative_error(
 
 
 def sum_error(experts: Any, num_cols: int, *, device: str = "cpu") -> float:
-    """Add rows up in the router's order, padding among them; return the largest error."""
+    """Sum results in the router's order, with padding; return the largest error."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(40, num_cols, generator=generator)
     row_of = torch.randint(-1, 40, (16, 8), generator=generator, dtype=torch.int32)

@@ -1,6 +1,6 @@
-"""What is wrong with a call of a native function: all wrong calls are made of a right one.
+"""Derives wrong calls of native functions from valid ones.
 
-python -O -m tests.kernels.wrong_calls: makes them all, and says which one was not refused.
+python -O -m tests.kernels.wrong_calls runs them all, and prints those that were not refused.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ def _leaves(value: Any) -> list[Tensor]:
 
 
 def _with(value: Any, number: int, leaf: object) -> Any:
-    """Return arguments with another tensor in place of one."""
+    """Return the arguments with one tensor replaced."""
     left = [number]
 
     def changed(part: Any) -> Any:
@@ -36,7 +36,7 @@ def _with(value: Any, number: int, leaf: object) -> Any:
 
 
 def wrong_calls(case: Case) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield what is wrong with a call, and its arguments; all of it must be refused."""
+    """Yield (what is wrong, arguments) of calls that must be refused."""
     for number, x in enumerate(_leaves(tuple(case.args))):
         wrong: dict[str, object] = {"elsewhere": x.to("meta"), "a list": x.flatten().tolist()}
         if number not in case.any_type:
@@ -54,7 +54,7 @@ def wrong_calls(case: Case) -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 def hostile_numbers(case: Case) -> Iterator[Sequence[Any]]:
-    """Yield calls with numbers that are far off: these are refused, or mean something."""
+    """Yield calls with extreme numbers; each is refused or has a meaning."""
     for at, value in enumerate(case.args):
         if type(value) is int:
             for number in (-1, 1 << 20, 1 << 40, (1 << 63) - 1):
@@ -62,9 +62,9 @@ def hostile_numbers(case: Case) -> Iterator[Sequence[Any]]:
 
 
 def complaints(name: str) -> list[str]:
-    """Make all wrong calls of a function; return those that were not refused.
+    """Run all wrong calls of a function; return those that were not refused.
 
-    What numbers that are far off do is that the process goes on.
+    Calls with extreme numbers must only leave the process alive.
     """
     case, found = cases()[name], []
     for what, args in wrong_calls(case):
@@ -82,7 +82,7 @@ def complaints(name: str) -> list[str]:
 
 
 def main() -> int:
-    """Make all wrong calls of all functions."""
+    """Run all wrong calls of all functions."""
     assert not sys.argv[1:]
     found = [complaint for name in cases() for complaint in complaints(name)]
     print(*found, f"{len(cases())} functions refuse what is wrong", sep="\n")

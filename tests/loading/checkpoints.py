@@ -1,7 +1,7 @@
 """Tiny checkpoints in the formats of quantised models, and the same models with plain weights.
 
-Written by the formats' public descriptions; that these are right is what test_library_weights.py
-shows of the reader, which reads both.
+They follow the formats' public descriptions. test_library_weights.py checks the reader with files
+of the formats' own libraries.
 """
 
 import json
@@ -25,7 +25,7 @@ Writer = Callable[[Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a format stores a linear layer's weight, and what config.json says of it."""
+    """How a format stores a linear layer's weight, and its part of config.json."""
 
     write: Writer
     config: dict[str, Any]
@@ -33,7 +33,7 @@ class Format:
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Pack (n, m) unsigned codes along the last axis, lowest bits first."""
+    """Pack unsigned codes (n, m) along the last axis, lowest bits first."""
     parts = codes.to(torch.int64).unflatten(-1, (-1, 32 // bits))
     words = sum(parts[..., i] << (bits * i) for i in range(32 // bits))
     assert isinstance(words, Tensor)
@@ -73,7 +73,7 @@ def gptq(
 
 
 def gptq_in_order(weight: Tensor) -> dict[str, Tensor]:
-    """One order for all layers of a width: gate and up of an expert must share theirs."""
+    """Return GPTQ with one input order per width: an expert's gate and up must share it."""
     random = torch.Generator().manual_seed(weight.shape[1])
     return gptq(weight, order=torch.randperm(weight.shape[1], generator=random))
 
@@ -122,7 +122,7 @@ def _packed_config(bits: int) -> dict[str, Any]:
 
 
 def nvfp4(weight: Tensor, *, is_modelopt: bool) -> dict[str, Tensor]:
-    """As compressed-tensors or ModelOpt writes it; any codes, and scales that suit the weight."""
+    """Return NVFP4 as compressed-tensors or ModelOpt writes it: random codes, suitable scales."""
     rows, cols = weight.shape
     codes = torch.randint(0, 256, (rows, cols // 2), dtype=torch.uint8)
     scales = torch.rand(rows, cols // 16).add(0.5).to(torch.float8_e4m3fn)
@@ -157,18 +157,18 @@ FORMATS = {
 
 
 def is_quantised(name: str) -> bool:
-    """Whether a quantised checkpoint has codes for a weight: experts and attention."""
+    """Tell whether a quantised checkpoint has codes for a weight: experts and attention."""
     return name.endswith("proj.weight") or (".experts." in name and name.endswith(".weight"))
 
 
 def write_plain(directory: Path, architecture: str, **values: int) -> Path:
-    """Write a tiny model in one file, in bf16; `values` are of its config."""
+    """Write a tiny model in one bf16 file; `values` override config values."""
     build_tiny_model(architecture, values=values).bfloat16().save_pretrained(directory)
     return directory
 
 
 def write_quantised(directory: Path, plain: Path, fmt: Format) -> Path:
-    """Write a plain checkpoint's model in a format."""
+    """Write a plain checkpoint's model in a quantised format."""
     tensors: dict[str, Tensor] = {}
     torch.manual_seed(0)
     for name, tensor in load_file(plain / "model.safetensors").items():
@@ -182,7 +182,7 @@ def write_quantised(directory: Path, plain: Path, fmt: Format) -> Path:
 
 
 def write_decoded(directory: Path, quantised: Path) -> Path:
-    """Write a quantised checkpoint's values as a plain one in fp32."""
+    """Write a quantised checkpoint's values as a plain fp32 checkpoint."""
     config = json.loads((quantised / "config.json").read_text())["quantization_config"]
     files = open_tensors(quantised)
     found = READERS[config["quant_method"]](files, config)
@@ -203,7 +203,7 @@ def _write(directory: Path, like: Path, tensors: dict[str, Tensor], **changes: A
 
 
 def lose_tensors(directory: Path, prefix: str) -> None:
-    """Write a checkpoint again, as one file, without the tensors of a prefix."""
+    """Write a checkpoint again as one file, without the tensors of a prefix."""
     files = sorted(directory.glob("*.safetensors"))
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     for file in [*files, *directory.glob("*.index.json")]:

@@ -1,9 +1,9 @@
-"""Lets llama.cpp read the tiny GGUF files of the tests, and compares its answers with Tandem's.
+"""Compares llama.cpp's answers for the tests' tiny GGUF files with Tandem's.
 
     python -m tests.loading.compare_llama_cpp      (needs llama-cpp-python)
 
-This shows that the files are what llama.cpp's converter would write: orders of rows, names and
-metadata. Both round activations to int8, so a few percent of difference are right.
+It shows that the files follow llama.cpp's converter: row orders, names, metadata. Both programs
+round activations to int8, so a difference of a few percent is expected.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""What the tests of loading share."""
+"""Shared fixtures of the loading tests."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.loading.checkpoints import FORMATS, write_plain, write_quantised
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models by architecture, as the quantised ones were before."""
+    """Tiny models by architecture, as they were before quantisation."""
     base = tmp_path_factory.mktemp("plain")
     names = {fmt.architecture for fmt in FORMATS.values()}
     return {name: write_plain(base / name, name) for name in sorted(names)}
@@ -18,7 +18,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def quantised(plain: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tiny model in each quantised format; tests that change files have their own."""
+    """A tiny model in each quantised format; tests that change files make their own."""
     base = tmp_path_factory.mktemp("quantised")
     return {
         name: write_quantised(base / name, plain[fmt.architecture], fmt)

@@ -1,7 +1,8 @@
-"""A tiny DeepSeek-V4 in the form in which it is released: names, config, FP8 and e2m1.
+"""A tiny DeepSeek-V4 in its released form: names, config, FP8 and e2m1.
 
-Linear layers are e4m3 with an E8M0 scale for 128 x 128, experts e2m1, two a byte, with one for 32
-inputs; the layer for MTP is under `mtp.0.`. Decoded here in plain torch, which knows no Tandem.
+Linear layers are e4m3 with an E8M0 scale per 128 x 128 block. Experts are e2m1, two codes a byte,
+with an E8M0 scale per 32 inputs. The MTP layer has the prefix `mtp.0.`. The decoder here is plain
+torch, independent of Tandem.
 """
 
 import json
@@ -58,7 +59,7 @@ _KINDS = {
 
 
 def tiny_model(config: Mapping[str, Any] = CONFIG) -> Any:
-    """Return the model of a released config, with its MTP layer as one layer more."""
+    """Return the model of a released config; its MTP layer is an additional layer."""
     kinds = [_KINDS[ratio] for ratio in config["compress_ratios"]]
     num_hash = config["num_hash_layers"]
     lists = {
@@ -72,7 +73,7 @@ def tiny_model(config: Mapping[str, Any] = CONFIG) -> Any:
 
 
 def released_tensors(directory: Path, model: Any) -> dict[str, Tensor]:
-    """Return a model's tensors by the release's names: its last layer is the one for MTP."""
+    """Return a model's tensors by the release's names; the last layer is the MTP layer."""
     model.save_pretrained(directory)
     tensors = as_released(load_file(directory / "model.safetensors"))
     last, width = f"layers.{NUM_LAYERS}.", model.config.hidden_size
@@ -92,7 +93,7 @@ def released_tensors(directory: Path, model: Any) -> dict[str, Tensor]:
 
 
 def as_released(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as Transformers saves them by the names that the release has for them."""
+    """Return tensors of Transformers renamed to the release's names."""
     found = {}
     for name, tensor in tensors.items():
         released = name.removeprefix("model.").replace("embed_tokens.", "embed.")
@@ -106,7 +107,7 @@ def as_released(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_released(
     directory: Path, tensors: Mapping[str, Tensor], *, experts: str = "e2m1", **changes: Any
 ) -> Path:
-    """Write a checkpoint as it is released; `experts` may be "e4m3" too, as of its base model."""
+    """Write a released checkpoint; `experts` may also be "e4m3", as in the base model."""
     config = CONFIG | {"quantization_config": QUANTIZATION} | changes
     if experts == "e2m1":
         config["expert_dtype"] = "fp4"
@@ -116,7 +117,7 @@ def write_released(
 
 
 def write_decoded(directory: Path, released: Path) -> Path:
-    """Write a released checkpoint's values in fp32, which Transformers reads by itself."""
+    """Write a released checkpoint's values in fp32, which Transformers itself can read."""
     config = json.loads((released / "config.json").read_text())
     config.pop("quantization_config")
     config.pop("expert_dtype", None)
@@ -131,7 +132,7 @@ def write_decoded(directory: Path, released: Path) -> Path:
 
 
 def decoded_weight(codes: Tensor, scales: Tensor | None) -> Tensor:
-    """Return the values of a tensor: of codes with E8M0 scales, or of plain numbers."""
+    """Return a tensor's values, decoded if it has codes with E8M0 scales."""
     if scales is None:
         return codes.float() if codes.is_floating_point() else codes
     factors = torch.exp2(scales.view(torch.uint8).float() - 127)
@@ -146,7 +147,7 @@ def decoded_weight(codes: Tensor, scales: Tensor | None) -> Tensor:
 def quantised(
     tensors: Mapping[str, Tensor], experts: str = "e2m1", *, is_all: bool = True
 ) -> dict[str, Tensor]:
-    """Return tensors in the types of the release; unless `is_all`, linear layers stay plain."""
+    """Return tensors in the release's types; unless `is_all`, linear layers stay plain."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         is_expert = _EXPERT.fullmatch(name) is not None

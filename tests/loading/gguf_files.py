@@ -57,7 +57,7 @@ _QWEN3 = {
     "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 96, "intermediate_size": 64,
     "norm_topk_prob": True,
 }  # fmt: skip
-# By GGUF architecture: Transformers' model type and what its config has beside the common values.
+# By GGUF architecture: Transformers' model type, and config values beside the common ones.
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", _QWEN3),
     "qwen3vlmoe": ("qwen3_moe", _QWEN3),
@@ -125,7 +125,7 @@ MIXTURES = {
 
 
 def tiny_model(architecture: str = "qwen3moe", sizes: dict[str, int] | None = None) -> Any:
-    """Return a tiny model with random weights, whose answers are far from uniform."""
+    """Return a tiny model with random weights and non-uniform answers."""
     torch.manual_seed(0)
     model_type, values = TINY[architecture]
     config = AutoConfig.for_model(model_type, **(_COMMON | values | (sizes or {})))
@@ -148,9 +148,9 @@ def write_gguf(
     also: Callable[[GGUFWriter], None] = lambda _: None,
     writer: GGUFWriter | None = None,
 ) -> Path:
-    """Write a model with its matrices in blocks, and give it the values that these stand for.
+    """Write a model with its matrices in blocks, and set the model's weights to the blocks' values.
 
-    `kind` is a type or one of the mixtures. `writer` may split the file in parts.
+    `kind` is a type or a mixture of types. `writer` may split the file.
     """
     writer = writer or GGUFWriter(file, architecture.partition(" ")[0])
     _write_metadata(writer, model.config)
@@ -186,7 +186,7 @@ def _kind_of(name: str, kind: str) -> str:
     return next(block for begin, block in mixture.items() if name.startswith(begin))
 
 
-# Where blocks that the gguf package does not write have their fp16 factors.
+# The offsets of fp16 factors in blocks that the gguf package does not write.
 FACTORS: dict[str, tuple[int, ...]] = {
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
     "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ2_XXS": (0,),
@@ -195,7 +195,7 @@ FACTORS: dict[str, tuple[int, ...]] = {
 
 
 def quantised_blocks(values: NDArray[np.float32], block: GGMLQuantizationType) -> NDArray[np.uint8]:
-    """Return (..., bytes): rounded values, or random blocks whose values are of usual size."""
+    """Return blocks (..., bytes): rounded values, or random blocks of usual magnitude."""
     if block.name not in (*FACTORS, "NVFP4", "IQ1_M"):
         return quantize(values, block)
     numbers, size = GGML_QUANT_SIZES[block]
@@ -280,7 +280,7 @@ def _write_deepseek(writer: GGUFWriter, config: Any) -> None:
 
 
 def _tensors(model: Any) -> dict[str, Tensor]:
-    """Return a model's tensors by their names in GGUF: views, so that they can be set."""
+    """Return a model's tensors by their GGUF names, as views, so that they can be set."""
     found: dict[str, Tensor] = {}
     is_tied = model.config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
@@ -310,14 +310,14 @@ def _tensors(model: Any) -> dict[str, Tensor]:
 
 
 def _latents(config: Any, tensor: Tensor) -> dict[str, Tensor]:
-    """Return what makes keys and values from latents as two tensors, the one for keys turned."""
+    """Return the two tensors that expand latents to keys and values; the keys' is transposed."""
     heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
     keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
     return {"attn_k_b.weight": keys.transpose(1, 2), "attn_v_b.weight": values}
 
 
 def _experts(model: Any, inner: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of one experts' parameter: gate and up are two."""
+    """Return the tensors of one expert parameter; gate and up are separate."""
     part = inner.rpartition(".")[2]
     kind = "bias" if part.endswith("_bias") else "weight"
     is_turned = model.config.model_type == "gpt_oss"
@@ -333,5 +333,5 @@ def _experts(model: Any, inner: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _paired(tensor: Tensor, head_dim: int) -> Tensor:
-    """Return queries' or keys' rows as llama.cpp has them: pairs that turn together follow."""
+    """Return rows of queries or keys in llama.cpp's order: rotary pairs are adjacent."""
     return tensor.view(-1, 2, head_dim // 2, tensor.shape[-1]).transpose(1, 2)

@@ -1,10 +1,10 @@
-"""Tiny models through llama.cpp's own converter: the files of `tests/loading/data/gguf`.
+"""Writes tiny models by llama.cpp's own converter: the files of `tests/loading/data/gguf`.
 
     python -m tests.loading.make_gguf_files --source DIR [NAME ...]
 
-DIR is llama.cpp's source, such as `vendor/llama.cpp` of llama-cpp-python's source package. Weights
-of matrices are one of two numbers that the file's types have exactly, so that files are small
-packed (xz), and what Transformers answers, beside them in `expected.safetensors`, is exact.
+DIR is llama.cpp's source, such as `vendor/llama.cpp` of llama-cpp-python's source package. Each
+matrix has two values that the file's type stores exactly, so that files compress well (xz) and
+Transformers' answers, stored beside them in `expected.safetensors`, are exact.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from tests.loading.deepseek_v4 import NUM_LAYERS, as_released, quantised, releas
 DATA = Path(__file__).parent / "data" / "gguf"
 EXPECTED = DATA / "expected.safetensors"
 TOKENS = [[5, 40, 17, 99, 64, 23, 88, 31, 7, 54]]
-# A multiple of 127, so that a scale of Q8_0 is it exactly.
+# A multiple of 127, so that it is exactly a scale of Q8_0.
 WEIGHT = 127 * 2.0**-10
 MXFP4_WEIGHT = 2.0**-3
-MTP = "deepseek4 mtp"  # the layer of the tiny model for MTP, in a file of its own
+MTP = "deepseek4 mtp"  # the tiny model's MTP layer, in a file of its own
 
 
 def _half_turned(theta: float) -> dict[str, Any]:
@@ -138,7 +138,7 @@ DENSE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def _as_released(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what released configs say and Transformers does not write, as the converter reads."""
+    """Return config entries of released models that the converter reads and Transformers omits."""
     kinds, layers = config.get("layer_types", []), config.get("num_hidden_layers", 0)
     is_window = [int(kind == "sliding_attention") for kind in kinds]
     is_dense = [kind == "dense" for kind in config.get("mlp_layer_types") or []]
@@ -182,7 +182,7 @@ def _as_released(config: dict[str, Any]) -> dict[str, Any]:
             "num_shared_expert": [1] * layers,
             "moe_topk": [config.get("moe_topk")] * layers,
         },
-        "step3p7": {  # of a type that Transformers does not know, which drops what it reads
+        "step3p7": {  # of a type that Transformers does not know and would drop
             "model_type": "step3p7_flash",
             "text_config": _step3p5_as_released(config.get("text_config", {})),
         },
@@ -211,7 +211,7 @@ def _step3p5_as_released(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_model(name: str, **more: object) -> Any:
-    """Return a file's model as Transformers has it, with weights that its types have exactly."""
+    """Return a file's model in Transformers, with weights that the file's types store exactly."""
     model: Any
     if name in DENSE_MODELS:
         architecture, class_name, values = DENSE_MODELS[name]
@@ -232,14 +232,14 @@ def tiny_model(name: str, **more: object) -> Any:
 
 
 def answers(model: Any) -> Tensor:
-    """Return a model's logits of `TOKENS`, in fp32."""
+    """Return a model's logits for `TOKENS`, in fp32."""
     with torch.no_grad():
         logits: Tensor = model(input_ids=torch.tensor(TOKENS)).logits[0].float()
     return logits
 
 
 def _vocabulary(self: Any) -> None:
-    """Write a vocabulary of 128 words, instead of reading a tokenizer's."""
+    """Write a vocabulary of 128 words in place of a tokenizer's."""
     words = ["<pad>", "<s>", "</s>", "<unk>", *(f"<{i}>" for i in range(4, 128))]
     writer = self.gguf_writer
     writer.add_tokenizer_model("gpt2")
@@ -253,9 +253,9 @@ def _vocabulary(self: Any) -> None:
 
 
 def tiny_mtp(directory: Path) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the MTP layer of the tiny DeepSeek-V4 as released, and its logits of `TOKENS`.
+    """Return the tiny DeepSeek-V4's released MTP layer, and its logits for `TOKENS`.
 
-    Its values, with the model's, come to lie in a directory.
+    The values of model and layer are written to a directory.
     """
     values = MODELS["deepseek4"][1]
     kinds = {
@@ -278,15 +278,15 @@ def tiny_mtp(directory: Path) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def mtp_streams(config: Any) -> Tensor:
-    """Return what the MTP layer is given of the tokens before `TOKENS`."""
+    """Return the MTP layer's input for the tokens before `TOKENS`."""
     shape = len(TOKENS[0]), config.hc_mult, config.hidden_size
     return torch.arange(math.prod(shape)).float().sin().view(shape)
 
 
 def convert(model: Any, file: Path, source: Path, mtp: Mapping[str, Tensor] | None = None) -> None:
-    """Let llama.cpp's converter write a model as Q8_0; experts of DeepSeek-V4 it has as MXFP4.
+    """Run llama.cpp's converter for Q8_0; DeepSeek-V4's experts become MXFP4.
 
-    With an MTP layer, that one alone.
+    With an MTP layer, only that layer is converted.
     """
     sys.path[:0] = [str(source / "gguf-py"), str(source)]
     gguf = importlib.import_module("gguf")
@@ -325,7 +325,7 @@ def _write_as_released(directory: Path, mtp: Mapping[str, Tensor]) -> None:
 
 
 def main() -> None:
-    """Write the files that are named, or all."""
+    """Write the named files, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=[*MODELS, *DENSE_MODELS, MTP])
     parser.add_argument("--source", type=Path, required=True)

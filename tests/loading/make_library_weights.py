@@ -1,10 +1,10 @@
-"""Writes data/libraries.safetensors: weights as the formats' own libraries store and decode them.
+"""Writes data/libraries.safetensors: weights stored and decoded by the formats' own libraries.
 
     python -m tests.loading.make_library_weights
 
 Needs gptqmodel, autoawq and compressed-tensors, which CI does not install. For each case the file
-holds the library's tensors as `CASE/x.NAME` and what the library decodes them to as
-`CASE/values`; its metadata says versions and configs.
+has the library's tensors as `CASE/x.NAME` and their decoded values as `CASE/values`. Its metadata
+has versions and configs.
 """
 
 import json
@@ -25,7 +25,7 @@ def random_weight() -> Tensor:
 
 
 def scales_and_zeros(weight: Tensor, group_of_input: Tensor, bits: int, symmetric: bool) -> Any:
-    """Return (rows, groups) scales and zero points that cover each group's range."""
+    """Return scales and zero points (rows, groups) that cover each group's range."""
     groups = int(group_of_input.max()) + 1
     highest, middle = (1 << bits) - 1, 1 << (bits - 1)
     scales, zeros = torch.empty(ROWS, groups), torch.empty(ROWS, groups)

@@ -1,4 +1,4 @@
-"""Chat templates that do not end, or that take all memory: a sentence."""
+"""Tests of chat templates that never end or use all memory: one-sentence errors."""
 
 import threading
 from typing import Any
@@ -56,7 +56,7 @@ def test_what_ends_is_returned_and_what_fails_is_raised() -> None:
 
 
 def test_time_that_others_take_is_not_counted() -> None:
-    """A template that waits for the processor has not had its time."""
+    """The time limit counts processor time, so waiting for the processor is free."""
     event = threading.Event()
     assert bounded(lambda: event.wait(0.6)) is False
     with pytest.raises(TemplateEndedError):

@@ -1,7 +1,7 @@
-"""DeepSeek-V4 in GGUF in the types in which it is published: the converter's file in other types.
+"""Tests of DeepSeek-V4 in GGUF in the published types: the converter's file in other types.
 
-That names and metadata are llama.cpp's is what `test_gguf_models` shows of the converter's file.
-Its MTP layer is in a file of its own, as the converter writes it.
+`test_gguf_models` tests names and metadata with the converter's own file. The MTP layer has its own
+file, as the converter writes it.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "q_lora_rank": 256, "o
 
 
 def write(file: Path, like: Path, model: Any, kinds: Mapping[str, str], **changes: Any) -> Path:
-    """Write a model by a file's metadata, and give it the values that its blocks stand for."""
+    """Write a model with a file's metadata, and set the model's weights to the blocks' values."""
     config, writer = model.config, GGUFWriter(file, "deepseek4")
     sizes = {
         "embedding_length": config.hidden_size,
@@ -79,7 +79,7 @@ _TYPES = {bool: "bool", int: "uint32", float: "float32", str: "string"}
 
 
 def _parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a parameter in a file: views, so that they can be set."""
+    """Return the file tensors of a parameter, as views, so that they can be set."""
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     before, own = (f"blk.{found[1]}.", found[2]) if found else ("", name)
     recipe = ARCHITECTURES["deepseek4"].recipe(own, lambda _: True)
@@ -106,7 +106,7 @@ def _add(writer: GGUFWriter, name: str, tensor: Tensor, kinds: Mapping[str, str]
 
 @pytest.fixture
 def wide() -> Any:
-    """Return a model with rows of 256 numbers, which blocks of few bits have."""
+    """Return a model with rows of 256 numbers, the size of low-bit blocks."""
     architecture, values = MODELS["deepseek4"]
     return build_tiny_model(architecture, values=values | WIDE)
 
@@ -122,7 +122,7 @@ def test_answers_are_those_of_the_decoded_blocks(name: str, wide: Any, tmp_path:
     assert {layer.layout.format_name for layer in runtime_in(model).store} == {EXPERTS[name]}
     formats = {path: layer.packed.matrix.format.name for path, layer in packed_layers(model)}
     assert formats["model.layers.1.self_attn.q_b_proj"] == DENSE[name]
-    assert (answers(model) - expected).norm() < 0.3 * expected.norm()  # near ties; others give 1
+    assert (answers(model) - expected).norm() < 0.3 * expected.norm()  # near ties; errors give 1
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_metadata_that_make_no_model(
 
 
 def with_mtp(directory: Path) -> Path:
-    """Put the converter's file of the MTP layer beside that of the model, which is returned."""
+    """Put the converter's MTP file beside the model's file; return the model's path."""
     unpacked(MTP, directory).rename(directory / "mtp-model.gguf")
     return unpacked("deepseek4", directory)
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 as it is released: exact values, packed without loss, damage in one sentence."""
+"""Tests of DeepSeek-V4 as released: exact values, lossless packing, errors in one sentence."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def tensors(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
 def checkpoints(
     request: pytest.FixtureRequest, tensors: Tensors, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, str]:
-    """Return a released checkpoint, its decoded values, and the format of its experts."""
+    """A released checkpoint, its decoded values, and its experts' format."""
     directory = tmp_path_factory.mktemp("released")
     released = write_released(directory / "released", tensors, experts=request.param)
     formats = {"e2m1": "mxfp4", "e4m3": "fp8"}

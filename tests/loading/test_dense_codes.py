@@ -1,4 +1,4 @@
-"""Linear layers of quantised checkpoints keep their codes, or the plan says that they do not."""
+"""Tests that linear layers of quantised checkpoints keep their codes, or the plan reports it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_a_named_dtype_dequantises_and_the_plan_says_so(
 
 @pytest.fixture
 def gpu_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let linear layers go where they go on a GPU, whose kernels are interpreted."""
+    """Place linear layers as on a GPU, with interpreted kernels."""
     pytest.importorskip("triton")
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.setattr("tandem.hf.load.dense_device", lambda offload, device_map: gpu)

@@ -1,4 +1,4 @@
-"""Where memory does not hold a file and its model, the file's pages go once they are read."""
+"""Tests that a file's pages are dropped once read if memory cannot hold file and model."""
 
 import ctypes
 import mmap
@@ -29,7 +29,7 @@ def mapped(file: Path) -> np.memmap[Any, np.dtype[np.uint8]]:
 
 
 def cached(file: Path) -> npt.NDArray[np.bool]:
-    """Return of each page of a file whether it is in memory, whichever process read it."""
+    """Return, for each page of a file, whether the system's page cache has it."""
     data = mapped(file)
     flags = np.zeros(-(-len(data) // PAGE), np.uint8)
     mincore = ctypes.CDLL(None).mincore
@@ -39,7 +39,7 @@ def cached(file: Path) -> npt.NDArray[np.bool]:
 
 
 def settle(file: Path) -> None:
-    """Write a file to its disk and read it again: nothing that is not on the disk is dropped."""
+    """Flush a file to its disk and read it: only clean pages can be dropped."""
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
         stream.read()
@@ -102,7 +102,7 @@ def test_nothing_else_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_where_fields_lie() -> None:
-    """Views of a checkpoint's tensor: whole, turned, rows of it, and one number for all rows."""
+    """Test views of a checkpoint tensor: whole, transposed, some rows, one number for all rows."""
     words = torch.zeros(24, 40, dtype=torch.int32)
     scales = torch.ones(1, 1).expand(40, 6)
     for view in (words.T, words, words[3:7], words[:, 8:16]):

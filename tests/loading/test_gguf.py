@@ -1,4 +1,4 @@
-"""GGUF files written with the gguf package: answers are those of Transformers' own reading."""
+"""Tests of GGUF files written with the gguf package, against Transformers' own reading."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def test_answers_are_those_of_the_decoded_blocks(
     model = tandem.load(file, dtype="fp32")
     names = [x.layout.format_name for x in runtime_in(model).store]
     assert names == (MIXED[kind] if kind in MIXED else [FORMATS[kind]] * len(names))
-    # Activations are rounded to int8, and may turn a router's near tie; other weights give 1.
+    # Activations are rounded to int8, which may flip a router's near tie; wrong weights give 1.
     assert difference(model, expected) < 0.1
     dense = expected.state_dict()
     for name, value in model.state_dict().items():

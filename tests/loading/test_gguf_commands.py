@@ -1,4 +1,4 @@
-"""Commands with a .gguf file, whose tokenizer is in it."""
+"""Tests of commands with a .gguf file, which contains its tokenizer."""
 
 import json
 import string
@@ -111,7 +111,7 @@ def test_the_plan_of_blocks_without_a_format(
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file like llama.cpp's Q4_K_M: its layers and projections have different blocks."""
+    """A file like llama.cpp's Q4_K_M: layers and projections have different block types."""
     return write_gguf(
         tmp_path_factory.mktemp("gguf") / "mixed.gguf",
         tiny_model(sizes=WIDE),

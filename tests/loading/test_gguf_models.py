@@ -1,6 +1,7 @@
-"""Files that llama.cpp's own converter wrote: answers are what Transformers answered before.
+"""Tests of files by llama.cpp's own converter: Transformers' answers before the conversion.
 
-`make_gguf_files` wrote them; all their weights are exact in Q8_0, DeepSeek-V4's experts in MXFP4.
+`make_gguf_files` wrote them. All their weights are exact in Q8_0, and DeepSeek-V4's experts in
+MXFP4.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from tests.loading.make_gguf_files import DATA, DENSE_MODELS, EXPECTED, MODELS, 
 
 
 def unpacked(name: str, directory: Path) -> Path:
-    """Return a file of `make_gguf_files`."""
+    """Return the path of an unpacked file of `make_gguf_files`."""
     file = directory / f"{name}.gguf"
     file.write_bytes(lzma.decompress((DATA / f"{name}.gguf.xz").read_bytes()))
     return file
@@ -46,13 +47,13 @@ def difference(model: object, name: str) -> float:
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     file = unpacked(name, tmp_path)
-    # Without a rounded activation, so that nothing hides in a tolerance.
+    # Without rounded activations, so that a tolerance hides nothing.
     model = tandem.load(file, dtype="fp32", expert_dtype="fp32")
     assert difference(model, name) < 1e-4
     model = tandem.load(file, dtype="fp32", dense_dtype="auto")
     fmt = "mxfp4" if name == "deepseek4" else "int8-g32"
     assert {layer.layout.format_name for layer in runtime_in(model).store} == {fmt}
-    assert difference(model, name) < 0.5  # near ties of routers and indexers; other weights give 1
+    assert difference(model, name) < 0.5  # near ties of routers and indexers; wrong weights give 1
 
 
 @pytest.mark.parametrize("name", DENSE_MODELS)
@@ -72,7 +73,7 @@ def test_a_file_without_experts_is_planned_and_saved(tmp_path: Path) -> None:
     file = unpacked("qwen3", tmp_path)
     sizes = model_sizes(open_model(file), OffloadConfig(dense_dtype="auto"))
     assert (sizes.is_dense, sizes.dense_format, sizes.dense_layers_without) == (True, "int8-g32", 0)
-    # Plain numbers are as many bytes as they are in the file, not twice as many.
+    # Plain numbers take as many bytes as in the file, not twice as many.
     assert not is_widened_on(OffloadConfig(dense_dtype="auto"), Source("gguf", {}, {}))
     loaded = tandem.load(file, dtype="bfloat16", dense_dtype="auto", threads=1)
     model = tandem.load(tandem.save(loaded, tmp_path / "packed"), threads=1)

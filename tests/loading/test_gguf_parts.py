@@ -1,4 +1,4 @@
-"""GGUF models in several files, what lies beside them, and damaged headers."""
+"""Tests of GGUF models in several files, files beside them, and damaged headers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Configs that lie about sizes, or name code to run: one sentence each, and no memory or time."""
+"""Tests of configs with false sizes or code: one sentence each, without memory or time."""
 
 import dataclasses
 import sys
@@ -22,7 +22,7 @@ CONFIG = "config.json"
 def lying_file(
     directory: Path, patch: pytest.MonkeyPatch, fields: dict[str, Any], *tensors: str
 ) -> Path:
-    """Return a GGUF file whose header has other fields, and more tensors."""
+    """Return a GGUF file with changed header fields and additional tensors."""
     file = write_gguf(directory / "tiny.gguf", tiny_model(), "Q4_0")
     header = read_header(file)
     more = dict.fromkeys(tensors, next(iter(header.tensors.values())))
@@ -53,7 +53,7 @@ def test_more_layers_than_tensors_name(checkpoint: Path, value: int) -> None:
     ],
 )
 def test_a_model_larger_than_its_tensors(checkpoint: Path, name: str, value: int) -> None:
-    """Also with `auto_map`, which is for code that does not run here."""
+    """It also holds with `auto_map`, which names code that must not run here."""
     for more in ({}, {"auto_map": {"AutoConfig": "mine.Config"}}):
         edit_json(checkpoint / CONFIG, **{name: value}, **more)
         with pytest.raises(ModelError, match=f"{name} {value}"):
@@ -153,7 +153,7 @@ def test_a_config_that_lies(checkpoint: Path, changes: dict[str, Any], sentence:
 def test_implementations_are_not_for_a_config_to_choose(
     checkpoint: Path, key: str, value: str
 ) -> None:
-    """Some of them would be fetched from the hub, where they are not installed."""
+    """Transformers would download some implementations from the hub."""
     edit_json(checkpoint / CONFIG, **{key: value})
     model = tandem.load(checkpoint)
     assert model.config._attn_implementation in ("sdpa", "eager")
@@ -161,7 +161,7 @@ def test_implementations_are_not_for_a_config_to_choose(
 
 
 def test_an_mtp_layers_directory_brings_no_code(checkpoint: Path, tmp_path: Path) -> None:
-    """The user let no code run, so that of a directory with an MTP layer does not."""
+    """The user allowed no code, so an MTP layer's directory must not run any."""
     from tandem.decode.mtp.loading import load_mtp
 
     model = tandem.load(checkpoint)

@@ -1,4 +1,4 @@
-"""Headers, indexes and configs that lie: one sentence each, and no file outside the model's."""
+"""Tests of false headers, indexes and configs: one sentence each, only the model's files."""
 
 import json
 import os
@@ -18,7 +18,7 @@ CONFIG = "config.json"
 
 
 def edit_header(checkpoint: Path, change: Any) -> str:
-    """Change the entry of the first tensor of the first file; return its name."""
+    """Change the header entry of the first file's first tensor; return its name."""
     file = min(checkpoint.glob("*.safetensors"))
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")

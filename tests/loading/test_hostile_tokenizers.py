@@ -1,4 +1,4 @@
-"""Tokenizers that lie: files of other types, chains that multiply text, code and panics."""
+"""Tests of hostile tokenizers: other file types, rules that multiply text, code, panics."""
 
 from base64 import b64encode
 from collections.abc import Callable

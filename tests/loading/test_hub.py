@@ -1,4 +1,4 @@
-"""Hub ids without a network: what is in the cache loads, and the rest is one sentence."""
+"""Tests of hub ids without a network: cached models load, others are a one-sentence error."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ COMMIT = "a" * 40
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hub cache that holds one downloaded model, and no network."""
+    """A hub cache with one downloaded model, and no network."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     repository = tmp_path / "hub" / "models--owner--tiny"
     save_tiny_checkpoint(repository / "snapshots" / COMMIT)

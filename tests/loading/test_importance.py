@@ -1,4 +1,4 @@
-"""Importance: its files, what is made of few tokens, and weights that are rounded by it."""
+"""Tests of importance: its files, experts with few tokens, and rounding with it."""
 
 import struct
 from pathlib import Path
@@ -38,7 +38,7 @@ def some(seed: int = 0, hidden: int = HIDDEN, inner: int = INNER, num: int = NUM
 
 
 def write_gguf(path: Path, squares: Squares) -> Path:
-    """Write an imatrix as llama.cpp does, by its names."""
+    """Write an imatrix with llama.cpp's names."""
     writer = GGUFWriter(path, arch="")
     writer.add_type("imatrix")
     for name, (mean, tokens) in by_their_names(squares).items():
@@ -53,7 +53,7 @@ def write_gguf(path: Path, squares: Squares) -> Path:
 
 
 def write_dat(path: Path, squares: Squares) -> Path:
-    """Write the same in the old form, whose means are multiplied with a number of calls."""
+    """Write an imatrix in the old form, which stores means multiplied by the number of calls."""
     entries = by_their_names(squares)
     content = struct.pack("<i", len(entries))
     for name, (mean, tokens) in entries.items():

@@ -1,4 +1,4 @@
-"""What the formats' own libraries have written is read to the values that they decode it to."""
+"""Tests that files of the formats' own libraries are read to the values they decode to."""
 
 import json
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_activation_order_is_not_the_inputs_own(tmp_path: Path) -> None:
 
 
 def test_int8_keeps_the_lowest_code() -> None:
-    """compressed-tensors rounds down to -128, which our own quantising never gives."""
+    """compressed-tensors rounds down to -128, which Tandem's quantiser never does."""
     from tandem.kernels.formats import find_format
 
     codes = torch.full((16, 32), -128, dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""Threads and memory that run out while a model loads are one sentence, and the exit code is 2."""
+"""Tests of running out of threads and memory during a load: one sentence, exit code 2."""
 
 import errno
 from multiprocessing import Pipe
@@ -14,7 +14,7 @@ from tandem.foreign_types import PreTrainedModel, Tokenizer
 from tests.hf.tiny import save_tiny_checkpoint
 from tests.programs import COMMAND, IMPORTS, python
 
-# So many more threads start: each takes 2 GB of the address space that there is, for its stack.
+# This many more threads can start: each takes 2 GB of the address space for its stack.
 LIMITED = """
 import ctypes, resource, sys, torch
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Quantising while loading never holds a layer of the source twice, nor the model whole."""
+"""Tests that a quantising load never holds a source layer twice, nor the whole model."""
 
 import json
 import subprocess

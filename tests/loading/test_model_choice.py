@@ -1,4 +1,4 @@
-"""Which files of a MODEL are meant: revisions of a hub id, and code that comes with a model."""
+"""Tests of the files that MODEL names: revisions of a hub id, and code beside a model."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ class TheirModel(Qwen3MoeForCausalLM):
 
 @pytest.fixture
 def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model whose type only the code beside it knows; its experts are on the interface."""
+    """A model with a type that only the code beside it defines; it uses the experts interface."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     directory = save_tiny_checkpoint(tmp_path / "theirs", "qwen3_moe")
     (directory / "theirs.py").write_text(CODE)

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published: fused MXFP4 experts with biases, transposed and interleaved."""
+"""Tests of gpt-oss as published: fused MXFP4 experts, biases, transposed and interleaved."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.seam
 
 
 def mxfp4(fused: Tensor) -> tuple[Tensor, Tensor]:
-    """Return blocks and scales of (num_experts, inputs, outputs) weights."""
+    """Return blocks and scales of weights (num_experts, inputs, outputs)."""
     rows = fused.transpose(1, 2).float()  # rows are the outputs
     blocks, scales = [], []
     for expert in rows:
@@ -34,7 +34,7 @@ def mxfp4(fused: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> tuple[Path, Path]:
-    """Return an MXFP4 checkpoint, and one with the values that Transformers decodes it to."""
+    """Return an MXFP4 checkpoint, and one with the values that Transformers decodes."""
     plain = write_plain(tmp_path / "plain", "gpt_oss")
     config = json.loads((plain / "config.json").read_text())
     stored: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Codes of safetensors go to their places natively, byte for byte where the reference puts them."""
+"""Tests that native code places safetensors codes byte for byte as the reference does."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ IN_ORDER = [name for name in FORMATS if name != "gptq-order"]
 
 
 def mxfp4_tensors(weight: Tensor) -> dict[str, Tensor]:
-    """Return MXFP4 as gpt-oss has it: codes of two experts."""
+    """Return gpt-oss's MXFP4 tensors: the codes of two experts."""
     rows, cols = weight.shape
     shape = (2, rows, cols // 32)
     blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
@@ -34,7 +34,7 @@ def mxfp4_tensors(weight: Tensor) -> dict[str, Tensor]:
 def stored(
     directory: Path, name: str, shape: tuple[int, int], damage: dict[str, float] | None = None
 ) -> Any:
-    """Write a weight in a format and return it unread; `damage` gives parts another last number."""
+    """Write a weight in a format and return it unread; `damage` changes parts' last numbers."""
     torch.manual_seed(shape[0])
     weight = torch.randn(shape) / 8
     if name == "mxfp4":

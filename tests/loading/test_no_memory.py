@@ -1,4 +1,4 @@
-"""Memory that does not suffice is refused before anything is read, with the numbers of the plan."""
+"""Tests that insufficient memory is refused before reading, with the plan's numbers."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def test_one_byte_less_than_the_plan_is_refused(
 
 @pytest.fixture
 def enormous(tmp_path: Path) -> Path:
-    """A model of over 800 GB, whose file has a header and, on the disk, nothing behind it."""
+    """A model of over 800 GB: a sparse file with a header only."""
     config = MixtralConfig(
         vocab_size=1024, hidden_size=8192, intermediate_size=32768, num_hidden_layers=64,
         num_attention_heads=64, num_key_value_heads=8, num_local_experts=8,
@@ -86,7 +86,7 @@ def enormous(tmp_path: Path) -> Path:
 
 
 def stored_shapes(model: MixtralForCausalLM) -> dict[str, list[int]]:
-    """Return the names and shapes that a checkpoint of a Mixtral has, expert by expert."""
+    """Return names and shapes of a Mixtral checkpoint's tensors, expert by expert."""
     shapes: dict[str, list[int]] = {}
     for name, tensor in model.state_dict().items():
         block, found, parameter = name.partition("mlp.experts.")
@@ -105,7 +105,7 @@ def stored_shapes(model: MixtralForCausalLM) -> dict[str, list[int]]:
 def test_a_model_far_larger_than_this_machine(
     enormous: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is simulated: to read any of it first would end this process."""
+    """Nothing is simulated; reading any of it first would end this process."""
     assert main(["plan", str(enormous), "--no-measure", "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["fits"] is False

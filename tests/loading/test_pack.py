@@ -1,4 +1,4 @@
-"""`tandem.pack`: the same files as load and save, resumable, checksummed, and nothing else left."""
+"""Tests of `tandem.pack`: the files of load and save, resumable, with checksums, no leftovers."""
 
 import contextlib
 import json
@@ -74,7 +74,7 @@ def test_every_file_has_its_checksum(checkpoint: Path, tmp_path: Path) -> None:
 
 
 class Stopped(KeyboardInterrupt):
-    """What a user's Ctrl-C raises."""
+    """Raised in place of a user's Ctrl-C."""
 
 
 def pack_until(checkpoint: Path, target: Path, num_layers: int) -> None:
@@ -129,7 +129,7 @@ def test_a_file_damaged_in_between_is_written_again(checkpoint: Path, tmp_path: 
 
 @contextlib.contextmanager
 def no_file_above(num_bytes: int) -> Iterator[None]:
-    """Let writing beyond a size fail, as it does on a full disk."""
+    """Make writes beyond a file size fail, as on a full disk."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
@@ -187,6 +187,6 @@ def test_the_command_reports(
     assert report["bytes"] > 0
     assert main(words) == 2
     assert "not an empty directory" in capsys.readouterr().err
-    # Before the model is looked for: it may be a long download.
+    # This comes before the model is looked up, which may be a long download.
     assert main(["pack", "nobody/nothing", "-o", str(target)]) == 2
     assert "not an empty directory" in capsys.readouterr().err

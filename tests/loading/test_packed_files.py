@@ -1,4 +1,4 @@
-"""The files of packed checkpoints: where experts lie, their sums, and what older ones look like."""
+"""Tests of packed checkpoint files: experts' places, checksums, older versions."""
 
 import errno
 import json
@@ -54,7 +54,7 @@ def experts_name(file: Path) -> str:
 
 
 def as_format_2(packed: Path) -> None:
-    """Rewrite a packed checkpoint as Tandem wrote it before: experts side by side."""
+    """Rewrite a packed checkpoint in format 2: whole experts, one after another."""
     layers = runtime_in(tandem.load(packed)).store
     sizes = {layer.arrivals.name: layer.image_bytes for layer in layers}
     for file in packed.glob("tandem-experts-*.safetensors"):
@@ -116,7 +116,7 @@ def test_files_of_before_load_and_are_saved_with_gaps(packed: Path, tmp_path: Pa
 
 
 def damage(file: Path, expert: int) -> str:
-    """Flip a bit of an expert; return the name of its tensor."""
+    """Flip a bit of an expert; return its tensor's name."""
     name = experts_name(file)
     content = bytearray(file.read_bytes())
     content[data_begin(file) + expert * read_header(file)[name].shape[1] + 5] ^= 1
@@ -125,7 +125,7 @@ def damage(file: Path, expert: int) -> str:
 
 
 def with_sums(packed: Path, sums: object) -> None:
-    """Put something else in place of the experts' sums."""
+    """Replace the experts' checksums."""
     metadata = json.loads((packed / INDEX_FILE).read_text())["metadata"]
     edit_json(packed / INDEX_FILE, metadata=metadata | {"expert_crc32c": sums})
 

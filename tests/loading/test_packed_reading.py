@@ -1,4 +1,4 @@
-"""A packed checkpoint comes into memory in order, and where memory is short all the same."""
+"""Tests that a packed checkpoint is read in order, even when memory is short."""
 
 import os
 import threading
@@ -92,7 +92,7 @@ def test_every_byte_that_is_entered_is_told(packed: Path) -> None:
 
 
 def test_of_a_packed_model_the_dense_part_is_read_along(packed: Path) -> None:
-    """Its experts come afterwards, where they are to lie."""
+    """Experts are read later, directly to their places."""
     (dense,) = files_read_along(checkpoint_of(packed))
     assert is_dense_file(dense)
     plain = checkpoint_of(packed.parent / "tiny")

@@ -1,4 +1,4 @@
-"""What `tandem pack --for-hub` writes, and `tandem run ORG/NAME` of it from a hub that is local."""
+"""Tests of `tandem pack --for-hub`, and of `tandem run ORG/NAME` from a local hub."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ NAME = "owner/tiny-packed"
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Serves the folder of one model as the hub does."""
+    """Serves one model's directory as the hub does."""
 
     def do_HEAD(self) -> None:
         self._answer(has_body=False)
@@ -58,7 +58,7 @@ class _Hub(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A hub on this machine with a copy of that model, which a test may damage."""
+    """A local hub with a copy of that model, which tests may damage."""
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     server.folder, server.cut = tmp_path / "hub", " none"
     server.folder.mkdir()
@@ -153,19 +153,19 @@ def flip(folder: Path) -> None:
     file.write_bytes(content)
 
 
-def lose(folder: Path) -> None:
-    """Upload all but one file."""
+def omit_file(folder: Path) -> None:
+    """Upload all files but one."""
     (folder / "tandem-dense.safetensors").unlink()
 
 
-def cut(folder: Path) -> None:
+def truncate(folder: Path) -> None:
     """Upload half of a file."""
     file = folder / "tandem-dense.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
 
 
-def lead_out(folder: Path) -> None:
-    """Name a file that is not in the folder."""
+def name_outside(folder: Path) -> None:
+    """Name a file outside the directory."""
     with (folder / SUMS_FILE).open("a") as file:
         file.write(f"{'0' * 64}  ../../../secret.json\n")
 
@@ -174,9 +174,12 @@ def lead_out(folder: Path) -> None:
     ("damage", "sentence"),
     [
         (flip, r"other bytes than its SHA256SUMS says in tandem-experts-0000.*which is removed"),
-        (cut, r"other bytes than its SHA256SUMS says in tandem-dense\.safetensors, which is remo"),
-        (lose, r"lacks tandem-dense\.safetensors, which its SHA256SUMS names"),
-        (lead_out, r"has a damaged SHA256SUMS"),
+        (
+            truncate,
+            r"other bytes than its SHA256SUMS says in tandem-dense\.safetensors, which is remo",
+        ),
+        (omit_file, r"lacks tandem-dense\.safetensors, which its SHA256SUMS names"),
+        (name_outside, r"has a damaged SHA256SUMS"),
     ],
 )
 def test_a_damaged_publication_is_one_sentence_and_is_not_used(

@@ -1,4 +1,4 @@
-"""Whole tiny models in every quantised format: codes taken over, answers those of the values."""
+"""Tests of tiny models in every quantised format: codes are kept, answers match the values."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Texts that no context can take, and tokenizers that fail: a sentence."""
+"""Tests of texts that are too long for any context, and of tokenizers that fail."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ CONTEXT = 2048
 
 
 class Untouched:
-    """A tokenizer that must not be called."""
+    """A tokenizer that fails when it is called."""
 
     chat_template = None
 
@@ -30,7 +30,7 @@ class Untouched:
 
 
 class Panicking(Untouched):
-    """A tokenizer whose Rust code panics: PyO3 raises an error that is not an Exception."""
+    """A tokenizer whose Rust code panics; PyO3 raises a BaseException for it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise PANIC("index out of bounds")

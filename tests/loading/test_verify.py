@@ -1,4 +1,4 @@
-"""`verify`: packed files are read against their sums, and damage is named by file and tensor."""
+"""Tests of `verify`: checksums of packed files; damage is named by file and tensor."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def edit_metadata(packed: Path, **changes: object) -> None:
 
 
 def place_of(file: Path, tensor: str) -> int:
-    """Return where the first byte of a tensor lies."""
+    """Return the offset of a tensor's first byte."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -118,7 +118,7 @@ def test_a_command_verifies_before_it_answers(
     with safe_open(file, "pt") as opened:
         name = next(iter(opened.keys()))
     flip(file, place_of(file, name))
-    assert main(["run", str(packed), *RUN]) == 0  # as documented: loading alone does not look
+    assert main(["run", str(packed), *RUN]) == 0  # as documented: loading alone does not verify
     capsys.readouterr()
     assert main(["run", str(packed), *RUN, "--verify"]) == 2
     out, err = capsys.readouterr()

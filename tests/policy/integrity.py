@@ -1,4 +1,4 @@
-"""What must hold of every plan, and of the tables that say what is resident."""
+"""Assertions that every plan and the tables of residents must satisfy."""
 
 from tandem.policy.plan import ExpertId, LayerLoad, LayerPlan
 from tandem.policy.residency import EMPTY, NOWHERE, Residency

@@ -12,7 +12,7 @@ TIMES = st.floats(min_value=1e-6, max_value=1e-2)
 
 @st.composite
 def problems(draw: st.DrawFn, max_experts: int = 8) -> LayerProblem:
-    """A layer with residents, absent experts and copies under way."""
+    """Draw a layer with resident and absent experts and copies under way."""
     count = draw(st.integers(1, max_experts))
     tokens = draw(st.lists(st.integers(2, 20), min_size=count, max_size=count))
     link = draw(TIMES)
@@ -37,7 +37,7 @@ def problems(draw: st.DrawFn, max_experts: int = 8) -> LayerProblem:
 
 @st.composite
 def loads(draw: st.DrawFn, geometry: Geometry, layer: int) -> LayerLoad:
-    """A layer's load, as a router may report it."""
+    """Draw a layer's load, as a router may report it."""
     every = st.integers(0, geometry.num_experts - 1)
     experts = sorted(draw(st.sets(every, min_size=1, max_size=geometry.num_experts)))
     count = len(experts)
@@ -48,7 +48,7 @@ def loads(draw: st.DrawFn, geometry: Geometry, layer: int) -> LayerLoad:
 
 @st.composite
 def steps(draw: st.DrawFn, geometry: Geometry = GEOMETRY) -> list[list[LayerLoad]]:
-    """Some steps through all layers."""
+    """Draw some steps through all layers."""
     count = draw(st.integers(1, 12))
     return [
         [draw(loads(geometry, layer)) for layer in range(geometry.num_layers)] for _ in range(count)
@@ -64,7 +64,7 @@ def shape_costs(
     dense: tuple[float, ...] = (0.5, 0.5),
     first: float = 0.0,
 ) -> ShapeCosts:
-    """Small round times for a shape."""
+    """Draw small integer times for a shape."""
     return ShapeCosts(
         shape="tiny",
         num_moe_layers=geometry.num_layers,

@@ -1,4 +1,4 @@
-"""Every assignment policy: sound, deterministic, as good as promised; the papers' examples."""
+"""Tests of every assignment policy: valid, deterministic, bounds, the papers' examples."""
 
 import itertools
 from functools import partial
@@ -76,10 +76,10 @@ def test_split_is_sound_and_deterministic(name: str, layer: LayerProblem) -> Non
     assert len(set(split.spill)) == len(split.spill)
     assert set(split.spill) <= set(layer.experts) - absent
     seconds = pipeline_seconds if policy.pipelined else equation_seconds
-    if name in FETCH_NOTHING:  # and price no copies that are under way for others
+    if name in FETCH_NOTHING:  # and include no copies under way for other layers
         layer = layer._replace(cpu_slowdown=1.0, link_slowdown=1.0)
     expected = seconds(layer, split.fetch, split.spill)
-    if name == FETCHING_RULE:  # whose fetches are computed behind all else
+    if name == FETCHING_RULE:  # whose fetches are computed after everything else
         fetch = [layer.experts.index(expert) for expert in split.fetch]
         expected = in_graph_seconds(layer, Published.of(layer), fetch)
     assert (split.gpu_seconds, split.cpu_seconds) == pytest.approx(expected)
@@ -149,7 +149,7 @@ def test_balanced_in_graph_weighs_each_copy_against_the_cpus_share() -> None:
     layer = problem(cpu, [1.0] * 4, wait, link=2.0, cpu_first=0.5, link_busy=1.0)
     published = Published.of(layer)
     # The hit ends at 1, copies at 3 and 5. The expert under way is the CPU's in any case.
-    # What is fetched is computed behind all of that, together.
+    # Fetched experts are computed after all of that, together.
     assert in_graph_seconds(layer, published, ()) == (1.0, 22.5)
     assert in_graph_seconds(layer, published, (1,)) == (14.5, 13.5)
     assert in_graph_seconds(layer, published, (1, 2)) == (7.0, 4.5)

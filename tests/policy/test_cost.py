@@ -1,4 +1,4 @@
-"""Profiles: round trip, interpolation, and one sentence for everything that can be wrong."""
+"""Tests of profiles: round trip, interpolation, and one sentence for every error."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Each eviction policy by its own rule, and DALI's worked example."""
+"""Tests of each eviction policy by its own rule, and DALI's worked example."""
 
 import pytest
 

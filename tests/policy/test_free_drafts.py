@@ -1,4 +1,4 @@
-"""Drafts that cost nothing to make: which are verified, and what wrong ones may cost."""
+"""Tests of free drafts: which are verified, and what wrong ones cost."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Guess = Callable[[int], int]
 
 @dataclass
 class Script:
-    """Drafts by place: `guess(place)` is the token that it expects there."""
+    """Drafts by position: `guess(position)` is the expected token there."""
 
     guess: Guess
 
@@ -47,7 +47,7 @@ def wrong(place: int) -> int:
 
 
 def seconds_of(way: FreeDrafts, guesses: Mapping[int, Guess]) -> float:
-    """Return the time of answers 1, 2, 3 ... of some requests that are in the same steps."""
+    """Return the seconds of answers 1, 2, 3 ... of some requests that share steps."""
     known, spent = costs(), 0.0
     at = dict.fromkeys(guesses, 1)
     while at:
@@ -66,7 +66,7 @@ def seconds_of(way: FreeDrafts, guesses: Mapping[int, Guess]) -> float:
 
 @pytest.mark.parametrize("learnt", [0, 1, 3])
 def test_drafts_that_fail_cost_an_answer_next_to_nothing(learnt: int) -> None:
-    """However sure the answers before have made it."""
+    """It holds however successful the answers before were."""
     turn = [right]
     way = FreeDrafts(lambda: Script(turn[0]))
     for _ in range(learnt):

@@ -1,4 +1,4 @@
-"""Copies ahead of layers that are routed by token, in planned steps: exactly what they use."""
+"""Tests of copies ahead of layers routed by token, in planned steps: exactly what they use."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def named(copies: tuple[Copy, ...]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("copies_prompts", [False, True])
 def test_they_begin_with_the_step_the_nearest_layer_first(*, copies_prompts: bool) -> None:
-    """More than are predicted in a layer, and those of most tokens first."""
+    """More experts than are predicted per layer, those with most tokens first."""
     num_slots = 64 if copies_prompts else 12  # two of which are for copies ahead
     chosen = planner(num_slots, copies_prompts=copies_prompts)
     ahead = chosen.begin_step(3, 0.0, known=[FIRST, SECOND])
@@ -45,7 +45,7 @@ def test_they_begin_with_the_step_the_nearest_layer_first(*, copies_prompts: boo
 
 
 def test_a_later_layer_waits_for_a_nearer_one() -> None:
-    """The link has time for three before the first layer: one more would come late for it."""
+    """The link has time for three before the first layer; a fourth would be late."""
     chosen = planner(link=0.2)
     first = LayerLoad(0, (0, 1, 2, 3), (1, 1, 1, 1))
     ahead = chosen.begin_step(3, 0.0, known=[first, SECOND])

@@ -1,4 +1,4 @@
-"""Planner properties over every policy: exactly once, capacity, nothing in use leaves."""
+"""Tests of the planner over every policy: exactly once, capacity, experts in use stay."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ def planner(num_slots: int = NUM_SLOTS, link: float = 0.5, **choices: Any) -> Pl
 
 
 class Executor:
-    """Runs plans with a link that ends copies in order, some steps late; checks what it is told."""
+    """Runs plans; its link ends copies in order, some steps late. It checks each plan."""
 
     def __init__(self, planner: Planner, lag: int, *, in_graph: bool = False) -> None:
         self.planner = planner
@@ -61,7 +61,7 @@ class Executor:
                 ready = [e for e in load.experts if states[GEOMETRY.key(load.layer, e)] == READY]
                 plan = self.planner.plan(load, self.now, hints)
                 self.check(load, plan)
-                if self.in_graph:  # the device has published its hits, and takes no other resident
+                if self.in_graph:  # the device has published its hits, and uses no other resident
                     assert [*plan.gpu] == ready
                     assert not plan.arriving
                     assert not ahead
@@ -224,7 +224,7 @@ def test_a_cache_of_the_whole_model_plans_as_if_it_learned(
         for _ in range(2)
     )
     for loads in given_steps:
-        whole.begin_step(1, 0.0)  # here it finds that nothing is absent
+        whole.begin_step(1, 0.0)  # it finds that nothing is absent
         for load in loads:
             plan = whole.plan(load, 0.0)
             assert plan == learning.plan(load, 0.0)
@@ -313,7 +313,7 @@ def test_a_copy_ahead_may_end_late_if_a_router_named_it_and_the_cpu_would_end_la
 
 
 def test_a_step_in_one_graph_copies_ahead_into_clear_slots_before_it_copies_for_later() -> None:
-    """What is used stays with its slot and without another copy; what is not leaves."""
+    """Experts in use keep their slots and are not copied again; others leave."""
     chosen = planner(
         num_slots=24, prediction="gate", prefetch_count=1, predicting_sizes=(1,), asking_sizes=(1,),
         assignment="ready-on-gpu",

@@ -1,4 +1,4 @@
-"""Predictors find what they are made for, and chances are frequencies."""
+"""Tests of predictors: each finds its kind of pattern, and probabilities are calibrated."""
 
 import random
 
@@ -81,9 +81,9 @@ def test_hints_of_the_right_source_are_taken(name: str) -> None:
 
 
 def brier_score(accuracy: float | None, sources: tuple[str, ...] = ("residual",)) -> float:
-    """Return the mean squared error of regression's chances, with hints that are so often right.
+    """Return the mean squared error of regression's probabilities, with hints of some accuracy.
 
-    A token's expert is right with probability `accuracy`, else any expert; None: no hints.
+    A token's expert is right with probability `accuracy`, otherwise random; None: no hints.
     """
     geometry = Geometry(num_layers=4, num_experts=16, top_k=2)
     draw = random.Random(0)
@@ -91,7 +91,7 @@ def brier_score(accuracy: float | None, sources: tuple[str, ...] = ("residual",)
     total, count = 0.0, 0
     for step in range(1200):
         policy.begin_step(())
-        # A third of the steps repeats: what can be predicted without hints is real, but little.
+        # A third of the steps repeats: little can be predicted without hints.
         walk = step if step % 3 else 0
         for layer in range(4):
             route = random.Random(walk * 7 + layer)
@@ -121,7 +121,7 @@ def test_the_better_the_hint_the_better_the_forecast() -> None:
     errors = [brier_score(accuracy) for accuracy in (0.3, 0.6, 0.8, 0.95)]
     assert errors == sorted(errors, reverse=True)
     assert errors[0] < brier_score(None)
-    assert brier_score(0.6, ("gate", "residual")) < errors[1]  # two of them know more
+    assert brier_score(0.6, ("gate", "residual")) < errors[1]  # two of them have more information
 
 
 def test_a_hint_is_for_one_step_only() -> None:

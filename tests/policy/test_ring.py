@@ -1,4 +1,4 @@
-"""The ring borrows slots of the cache while experts are fetched, and gives them back."""
+"""Tests of the ring: it borrows slots of the cache during fetches, and returns them."""
 
 from itertools import islice
 
@@ -23,7 +23,7 @@ PROMPT = LayerLoad(0, tuple(range(16)), (9,) * 16)
 
 
 def fetching_planner() -> Planner:
-    """Return a planner of a full cache that fetches what a long prompt misses."""
+    """Return a planner with a full cache that fetches a long prompt's misses."""
     costs = CostTable(shape_costs(cpu=(50.0, 50.0), gpu=(0.1, 0.1), link=0.1))
     resident = [GEOMETRY.key(layer, expert) for layer in range(3) for expert in range(16)]
     sizes = PlannerSettings().set_sizes(GEOMETRY, NUM_SLOTS)
@@ -68,7 +68,7 @@ def test_a_step_in_one_graph_borrows_before_it_begins_and_uses_no_slot_twice(nam
     planner = make_planner(settings, GEOMETRY, costs, NUM_SLOTS, resident=held)
     residency, fetches = planner.residency, name != "ready-on-gpu"
     load = LayerLoad(1, tuple(range(7, 16)), (1,) * 9)  # of them up to 8 are resident
-    for step, num_slots in enumerate([1, 6]):  # as many as there may be, once they are asked for
+    for step, num_slots in enumerate([1, 6]):  # as many as possible once they are requested
         planner.begin_step(1, 9.0 * step, in_graph=True)
         assert len(residency.lent) == (num_slots - 1) * fetches
         plan = planner.plan(load, 9.0 * step)

@@ -1,4 +1,4 @@
-"""The choice among eviction rules: ghost caches are real ones, and a bad rule is soon left."""
+"""Tests of choosing among eviction rules: exact ghost caches, and bad rules are soon left."""
 
 import random
 from collections import Counter
@@ -69,14 +69,14 @@ def test_a_rule_is_left_once_another_one_is_ahead_by_the_margin() -> None:
 def test_lru_is_left_for_hits_that_are_no_chance_in_all_layers_together() -> None:
     start = Start()
     for step in range(2000):
-        start.weigh([5 + (-1) ** step, 5, 5])  # as many hits more as fewer
+        start.weigh([5 + (-1) ** step, 5, 5])  # as many more hits as fewer ones
     assert start.rule == RECENCY
     start = Start()
     choices = [RuleChoice(12, start) for _ in range(8)]
     for choice in choices:
         choice.resize(3)
     for _ in range(30):
-        start.weigh([5, 5, 4])  # what was lost before does not count
+        start.weigh([5, 5, 4])  # earlier losses do not count
     for _ in range(49):
         start.weigh([5, 5, 6])
     assert {choice.choose() for choice in choices} == {RECENCY}
@@ -100,7 +100,7 @@ def test_the_hits_of_prompts_move_no_start() -> None:
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_cold_start_is_lru_where_nothing_is_to_be_learned(batch: int) -> None:
-    """Tokens keep some experts of the token before: a prediction has nothing but noise to add."""
+    """Tokens keep some experts of the token before; prediction adds only noise."""
     geometry, draw = Geometry(num_layers=2, num_experts=64, top_k=4), random.Random(batch)
     routes = [[draw.sample(range(64), 4) for _ in range(batch)] for _ in range(2)]
     steps = []
@@ -131,7 +131,7 @@ def test_nothing_is_chosen_where_rules_cannot_differ(capacity: int) -> None:
 
 
 def test_a_loop_that_only_lru_holds_costs_little() -> None:
-    """Ten experts in turn and two at random: prediction alone loses what LRU keeps."""
+    """Ten experts in turn and two at random: prediction alone loses LRU's hits."""
     draw = random.Random(1)
     sequence = [(step % 10) if step % 7 else 10 + draw.randrange(2) for step in range(3000)]
     for slots in (4, 8, 11):

@@ -1,4 +1,4 @@
-"""What steps of several tokens are expected to cost: by what they touch, and as measured."""
+"""Tests of the expected cost of steps with several tokens, by touched experts and measured."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_one_measured_size_gives_the_others_by_the_shape(size: int) -> None:
 
 
 def test_sizes_that_were_not_tried_follow_those_that_were() -> None:
-    costs = measured(StepCosts(lambda n: n**0.5), {1: 1.0, 4: 4.0})  # dearer than the shape says
+    costs = measured(StepCosts(lambda n: n**0.5), {1: 1.0, 4: 4.0})  # costlier than the shape
     assert costs.seconds(4) == pytest.approx(4.0, rel=0.1)
     assert costs.seconds(2) == pytest.approx(2.0, rel=0.1)
     assert costs.seconds(8) == pytest.approx(8.0, rel=0.2)
@@ -55,7 +55,7 @@ def test_a_disturbed_step_moves_little() -> None:
 
 
 def planning(num_slots: int) -> Planner:
-    """A planner to which a second token of an expert costs little."""
+    """Return a planner for which a second token of an expert costs little."""
     costs = CostTable(shape_costs(cpu=(1.0, 1.1)))
     return make_planner(PlannerSettings(), GEOMETRY, costs, num_slots, copy_price_seconds=0.01)
 

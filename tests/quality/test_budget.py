@@ -1,4 +1,4 @@
-"""Which options are chosen within a number of bytes."""
+"""Tests of choosing options within a number of bytes."""
 
 import itertools
 import random

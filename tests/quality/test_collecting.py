@@ -1,4 +1,4 @@
-"""What is collected of a model's inputs, against plain torch."""
+"""Tests of collecting a model's inputs, against plain torch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A model against a reference: by plain torch, and against itself."""
+"""Tests of comparing a model with a reference: plain torch, and itself."""
 
 import math
 from pathlib import Path

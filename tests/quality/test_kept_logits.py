@@ -1,4 +1,4 @@
-"""Logits in a file: what is read is what was written, to fp16, or one sentence."""
+"""Tests of logits in a file: read as written, to fp16, or a one-sentence error."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ WINDOWS = [Window("a", (5, 6, 7)), Window("a", (8,)), Window("b", (9, 1, 2, 3))]
 
 
 def write(path: Path, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Write logits in pieces of two tokens; return them by window."""
+    """Write logits two tokens at a time; return them by window."""
     torch.manual_seed(0)
     logits = [(20 * torch.randn(len(w.ids), 11)).to(dtype) for w in WINDOWS]
     logits[0][1, 4] = -torch.inf  # a model may forbid tokens
@@ -38,7 +38,7 @@ def test_what_is_read_is_the_same_distribution(tmp_path: Path, dtype: torch.dtyp
 
 
 def break_off(path: Path) -> None:
-    """Write a part, as until Ctrl-C."""
+    """Write only a part, as if interrupted by Ctrl-C."""
     with LogitsWriter(path, WINDOWS, "digest") as writer:
         writer.add(0, torch.zeros(3, 11))
         raise KeyboardInterrupt

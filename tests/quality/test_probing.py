@@ -1,4 +1,4 @@
-"""What rounding one part of a model does to its answers."""
+"""Tests of the effect on answers of rounding one part of a model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which formats recipes take, and when."""
+"""Tests of which formats recipes use, and when."""
 
 import pytest
 
@@ -15,7 +15,7 @@ MEASURED = Measured([OPTIONS, OPTIONS], {("head",): OPTIONS}, fixed_bytes=0, num
 
 
 def test_grids_are_for_recipes_below_four_bits() -> None:
-    """They decode slower than others of their bytes."""
+    """Grids decode slower than other formats of their size."""
     below = MEASURED.recipe(1199)
     assert "iq3_s" in below.expert_formats
     above = MEASURED.recipe(1200)

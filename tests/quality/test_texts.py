@@ -1,4 +1,4 @@
-"""The text that models are measured on: windows of every domain, none of it learnt from."""
+"""Tests of the measuring text: windows of every domain, none of it used for learning."""
 
 from importlib import resources
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Groups of operations that become native: the same values, and nothing of torch is left."""
+"""Tests of operations that are fused into native ones: equal values, no torch calls left."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def same_numbers_each_time() -> None:
-    """Of two equal logits, which bf16 has now and then, another one may be chosen."""
+    """bf16 sometimes makes two logits equal, and then another token may be chosen."""
     torch.manual_seed(0)
 
 
@@ -33,7 +33,7 @@ def linear(in_features: int, out_features: int, dtype: torch.dtype) -> PackedLin
 def check(
     step: Callable[[], Tensor], x: Tensor, *, num_calls: int = 1, **inputs: Tensor
 ) -> RecordedGraph:
-    """Record a step, and compare its recorded graph with it on other values of its inputs."""
+    """Record a step, and compare its graph with it for other input values."""
     recorded = recorded_graph_of(step, [x, *inputs.values()])
     chance = torch.Generator().manual_seed(1)  # values without a tie at the edge of a choice
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_parts_that_are_joined(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_embeddings_half_by_half(dtype: torch.dtype) -> None:
-    """As gpt-oss has them: views, and tables that are repeated for all heads."""
+    """The form of gpt-oss: views, and tables repeated for all heads."""
     layer, x = linear(DIM, HEADS * DIM, dtype), torch.randn(ROWS, 1, DIM).to(dtype)
     cos, sin = torch.randn(2, ROWS, 1, 1, DIM // 2).to(dtype)
 
@@ -149,9 +149,9 @@ def test_a_choice_before_its_softmax(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("has_sum", [True, False])
 @pytest.mark.parametrize("filling", [float("-inf"), 0.0])
 def test_a_choice_by_ranks(num_groups: int, has_sum: bool, filling: float) -> None:
-    """As DeepSeek-V3 has it: biased scores, the best two groups of four, the greatest.
+    """The form of DeepSeek-V3: biased scores, the best two groups of four, the largest.
 
-    Where the others are zero and not minus infinity, they win over negative ranks.
+    Where the other groups' scores are zero and not minus infinity, they beat negative ones.
     """
     num_experts, top_k = 24, 5
     layer, x = linear(DIM, num_experts, torch.float32), torch.randn(ROWS, DIM)
@@ -183,7 +183,7 @@ def test_a_choice_by_ranks(num_groups: int, has_sum: bool, filling: float) -> No
 
 
 def test_a_choice_by_ranks_with_weights_in_bf16() -> None:
-    """As LFM2 has it: the biases are fp32, the scores what the model computes in."""
+    """The form of LFM2: biases in fp32, scores in the model's dtype."""
     layer, x = linear(DIM, 24, torch.bfloat16), torch.randn(ROWS, DIM).bfloat16()
     bias, nothing = torch.randn(24), torch.zeros(ROWS, 24, dtype=torch.bfloat16)
 

@@ -1,8 +1,8 @@
-"""Recorded decode steps of real architectures stay as native as they are.
+"""Tests that recorded decode steps of real architectures stay as native as they are.
 
-Pinned in `native_operations.json`: how many calls a step makes (native programs, and operations
-that are left to torch), and how often it has each operation, native or not. Written again by
-`pytest tests/recording/test_native_operations.py --write-docs`; its diff is what to look at.
+`native_operations.json` has the expected numbers: a step's calls (native programs, and operations
+left to torch), and the count of each operation, native or not. `pytest
+tests/recording/test_native_operations.py --write-docs` writes them again; review its diff.
 """
 
 import json
@@ -37,7 +37,7 @@ Step = dict[str, Any]
 
 
 def step_of(name: str) -> Step | None:
-    """Return what one decode step of a tiny model is, loaded as users do; None: it is padded."""
+    """Return a summary of a tiny model's decode step, loaded as by users; None: it is padded."""
     with tempfile.TemporaryDirectory() as folder:
         build_tiny_model(name).save_pretrained(folder)
         model: Any = tandem.load(
@@ -60,7 +60,7 @@ def step_of(name: str) -> Step | None:
 
 
 def differences(was: Step, now: Step) -> Iterator[str]:
-    """Say what a step has lost, then what else is different."""
+    """Describe what a step has lost, then other differences."""
     for name in sorted(was["native"].keys() | now["native"].keys()):
         before, after = was["native"].get(name, 0), now["native"].get(name, 0)
         if after < before:
@@ -76,7 +76,7 @@ def differences(was: Step, now: Step) -> Iterator[str]:
 
 
 def written(table: dict[str, Step]) -> str:
-    """Return the table with one line for each kind, for diffs that can be read."""
+    """Return the table as text with one line for each kind, for readable diffs."""
     steps = []
     for name, step in table.items():
         lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in step.items()]

@@ -1,4 +1,4 @@
-"""Programs do what their operations do one by one, in memory that is used again."""
+"""Tests that programs do what their operations do one by one, with reused memory."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def layers(x: Tensor, linears: list[PackedLinear], weight: Tensor) -> Tensor:
     """A stack with residuals, gates, views, and operations that only torch has."""
-    first = x * 2  # read again at the end: its place may not be used before
+    first = x * 2  # read again at the end: its memory may not be reused before
     hidden = first
     for i in range(0, len(linears), 3):
         normed = norm(hidden, weight)
@@ -64,8 +64,8 @@ def test_a_tape_with_programs_equals_the_operations(dtype: torch.dtype, num_laye
         x.normal_()
         with torch.inference_mode():
             kept.append((recorded.run(), layers(x, linears, weight)))
-    for actual, expected in kept:  # looked at last: a result is its caller's, whatever runs next
-        # The kernels round their inputs to bf16: the last digit of a norm may tip one over.
+    for actual, expected in kept:  # read last: a result belongs to its caller, whatever runs next
+        # The kernels round their inputs to bf16: the last digit of a norm may flip one.
         tolerance = 2e-3 if dtype == torch.float32 else 2e-2
         assert (actual - expected).norm() <= tolerance * expected.norm()
 
@@ -104,7 +104,7 @@ def test_memory_that_is_read_under_another_name_is_not_used_again() -> None:
 
     def step() -> Tensor:
         hidden = linears[0](x)
-        alias = torch.ops.aten._unsafe_view(hidden, [SIZE, 4])  # says that it is a copy
+        alias = torch.ops.aten._unsafe_view(hidden, [SIZE, 4])  # declares that it is a copy
         for layer in linears[1:]:
             hidden = layer(hidden)
         return hidden + torch.tanh(alias).view(4, SIZE)

@@ -1,4 +1,4 @@
-"""Each small operation of a recorded step is one native call, and gives what torch gives."""
+"""Tests that each small operation of a recorded step is one native call with torch's result."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
-"""Requests by the description of the API and by chance: python -m tests.server.abuse
+"""Sends requests generated from the API description and at random: python -m tests.server.abuse
 
-Answers must be as described, and none may be the server's fault. Those written by hand come after.
+Answers must match the description, and none may be a server error. Hand-written requests follow.
 """
 
 import argparse
@@ -23,8 +23,8 @@ _CHECKS = "not_a_server_error,content_type_conformance,status_code_conformance"
 def send(
     server: RunningServer, *, phases: str, examples: int
 ) -> "subprocess.CompletedProcess[str]":
-    """Let Schemathesis make requests; it fails if a check does."""
-    with tempfile.TemporaryDirectory() as directory:  # it keeps notes where it runs
+    """Let Schemathesis send requests; fails if one of its checks fails."""
+    with tempfile.TemporaryDirectory() as directory:  # it writes notes to its working directory
         return subprocess.run(
             [str(COMMAND), "run", f"{server.address}/openapi.json", "--checks", _CHECKS,
              "--phases", phases, "--max-examples", str(examples), "--generation-deterministic",

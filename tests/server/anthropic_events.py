@@ -1,11 +1,11 @@
-"""Holds the events of Anthropic's streams to the API's order."""
+"""Checks that the events of Anthropic's streams come in the API's order."""
 
 import json
 from typing import Any
 
 
 def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Put a message together from events, as a client does."""
+    """Assemble a message from events, as a client does."""
     assert events[0]["type"] == "message_start"
     assert events[-1]["type"] == "message_stop"
     message: dict[str, Any] = events[0]["message"]

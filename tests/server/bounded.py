@@ -1,4 +1,4 @@
-"""A server in a thread of this process, with an application, limits and clock of its own."""
+"""A server in a thread of this process, with its own application, limits and clock."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ KEY = b"key"
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    """Admit who has the key. /long never ends, /large is 50 MB, others say how long the body is."""
+    """Admit requests with the key. /long never ends, /large is 50 MB, others return a length."""
     if dict(scope["headers"]).get(b"x-key") == KEY:
         scope["extensions"][ADMIT]["call"]()
     path = scope["path"]
@@ -68,7 +68,7 @@ class BoundedServer:
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(PATIENCE_SECONDS)
 
     def pass_time(self, seconds: float) -> None:
-        """Let the connections' clock go on, and look at them."""
+        """Advance the connections' clock and check them."""
         self.now += seconds
         self.do(self.connections.sweep)
 
@@ -76,7 +76,7 @@ class BoundedServer:
         return int(self.do(lambda: len(self.connections)))
 
     def wait_for(self, function: Callable[[], Any], value: Any) -> None:
-        """Return when a function has a value: what comes is seen later than it was sent."""
+        """Wait until a function returns a value; data is seen later than it was sent."""
         event = threading.Event()
         for _ in range(PATIENCE_SECONDS * 100):
             if (found := self.do(function)) == value:
@@ -88,7 +88,7 @@ class BoundedServer:
         self.wait_for(lambda: len(self.connections), number)
 
     def wait_for_bytes(self, number: int, of: str = "_fed_bytes") -> None:
-        """Return when so many bytes have come of the requests under way."""
+        """Wait until this many bytes of the current requests have arrived."""
         self.wait_for(lambda: sum(getattr(one, of) for one in self.connections._all), number)
 
     def connect(self) -> socket.socket:
@@ -108,7 +108,7 @@ def bounded_server(**limits: Any) -> Iterator[BoundedServer]:
 
 
 def answer(connection: socket.socket) -> bytes:
-    """Return all that comes until the server closes the connection."""
+    """Return everything until the server closes the connection."""
     found = b""
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(1 << 16):
@@ -117,7 +117,7 @@ def answer(connection: socket.socket) -> bytes:
 
 
 def one_answer(connection: socket.socket) -> bytes:
-    """Return an answer in chunks, on a connection that stays open."""
+    """Return a chunked answer on a connection that stays open."""
     found = b""
     while not found.endswith(b"0\r\n\r\n"):
         data = connection.recv(1 << 16)

@@ -1,7 +1,7 @@
 """A server whose model fails at one character: python -m tests.server.breakable DIRECTORY
 
-It stands for whatever may fail inside a forward: memory that runs out, a kernel that gives up.
-Prints what `tandem serve --json` prints.
+It stands for any failure in a forward: out of memory, a failing kernel. Prints what `tandem serve
+--json` prints.
 """
 
 import json
@@ -23,19 +23,19 @@ BREAKING = "~"
 UNKNOWN_WORDS = "what only the log may say"
 KNOWN_BREAKING = "^"
 KNOWN_WORDS = "there is no memory for this; free some"
-LOSING = "@@@"  # in a prompt: what the model writes may have any one character
+LOSING = "@@@"  # in a prompt: generated text may contain any single character
 LOST_WORDS = "the GPU has stopped working for this program; start it again"
 
 
 def load_tokenizer(directory: str) -> Any:
-    """Load the tokenizer alone."""
+    """Load only the tokenizer."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory)
 
 
 def load(directory: str) -> tuple[Any, Any]:
-    """Load a model whose forward refuses two tokens, and three of a third one."""
+    """Load a model whose forward fails for two tokens, and for three of a third token."""
     model, tokenizer = tandem.load(directory), load_tokenizer(directory)
     texts = (BREAKING, KNOWN_BREAKING, LOSING[0])
     (unknown,), (known,), (losing,) = (tokenizer(text)["input_ids"] for text in texts)
@@ -53,7 +53,7 @@ def load(directory: str) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    """Serve with two places. Steps are not recorded: a record would leave the refusal out."""
+    """Serve with two slots. Steps are not recorded, since a recording would omit the failure."""
     directory = sys.argv[1]
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     serve(

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over a pipe by its own protocol: no driver, no port."""
+"""A headless Chromium, controlled over a pipe by its own protocol: no driver, no port."""
 
 import base64
 import contextlib
@@ -20,7 +20,7 @@ _FLAGS = (
 
 
 def find_chromium() -> str | None:
-    """Return the path of a Chromium, if there is one."""
+    """Return the path of a Chromium; None if there is none."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
 
@@ -72,7 +72,7 @@ class Page:
             self.urls.append(params["request"]["url"])
 
     def open(self, url: str) -> None:
-        """Go to an address and wait until the page has loaded."""
+        """Open an address and wait until the page has loaded."""
         self.call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
@@ -85,14 +85,14 @@ class Page:
         return result["result"].get("value")
 
     def wait_for(self, script: str) -> None:
-        """Return when an expression is true."""
+        """Wait until an expression is true."""
         end = time.monotonic() + _PATIENCE_SECONDS
         while not self.run(script):
             assert time.monotonic() < end, f"never true: {script}"
             time.sleep(0.02)
 
     def write(self, text: str) -> None:
-        """Type text where the cursor is."""
+        """Type text at the cursor."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, **more: Any) -> None:
@@ -106,14 +106,14 @@ class Page:
             )  # fmt: skip
 
     def resize(self, width: int, height: int, *, scale: float = 1) -> None:
-        """Give the window a size in CSS pixels."""
+        """Set the window's size in CSS pixels."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height,
             deviceScaleFactor=scale, mobile=width < 600,
         )  # fmt: skip
 
     def prefer(self, scheme: str) -> None:
-        """Prefer "light" or "dark"."""
+        """Set the preferred colour scheme, "light" or "dark"."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
@@ -123,7 +123,7 @@ class Page:
 
 
 def import_modules(page: Page) -> None:
-    """Make what the page's modules export reachable as `own`, once the page has loaded."""
+    """Make the exports of the page's modules available as `own` once it has loaded."""
     modules = ("chat", "chats", "calls", "connection", "live", "markdown", "pictures")
     names = json.dumps([f"/{name}.js" for name in modules])
     page.run(
@@ -134,7 +134,7 @@ def import_modules(page: Page) -> None:
 
 @contextlib.contextmanager
 def browser_page(profile: Path) -> Iterator[Page]:
-    """Open a tab in a fresh browser, whose files are in `profile`."""
+    """Open a tab in a new browser with its files in `profile`."""
     to_browser, ours_out = os.pipe()
     ours_in, from_browser = os.pipe()
     chromium = find_chromium()

@@ -1,4 +1,4 @@
-"""A cable to a server that can be cut: what a browser sees when a server dies and comes back."""
+"""A connection to a server that can be cut: what a browser sees when a server restarts."""
 
 import contextlib
 import socket
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 
 class Cable:
-    """Passes bytes between a client and a server, until it is disconnected."""
+    """Forwards bytes between a client and a server until it is cut."""
 
     def __init__(self, port: int) -> None:
-        """Lead to a port of this machine."""
+        """Forward to a port of this machine."""
         self._port = port
         self._ends: list[socket.socket] = []
         self._listener = self._listen(0)
@@ -31,7 +31,7 @@ class Cable:
                     threading.Thread(target=_pass, args=(source, target), daemon=True).start()
 
     def cut(self) -> None:
-        """Close every connection, and take no more."""
+        """Close every connection and refuse new ones."""
         for end in (self._listener, *self._ends):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -39,7 +39,7 @@ class Cable:
         self._ends.clear()
 
     def mend(self) -> None:
-        """Take connections again, at the same address."""
+        """Accept connections again at the same address."""
         self._listener = self._listen(int(self.address.rpartition(":")[2]))
 
 
@@ -54,7 +54,7 @@ def _pass(source: socket.socket, target: socket.socket) -> None:
 
 @contextlib.contextmanager
 def cable_to(port: int) -> Iterator[Cable]:
-    """Lay a cable to a port of this machine, and take it away."""
+    """Forward to a port of this machine while the context is open."""
     cable = Cable(port)
     try:
         yield cable

@@ -1,4 +1,4 @@
-"""The tiny checkpoint that the tests serve."""
+"""The tiny checkpoint of the server tests."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,9 @@ END_ID = 2
 
 
 def save_served_checkpoint(directory: Path, *, context: int = CONTEXT, **values: int) -> Path:
-    """Write a tiny random model that talks on: its end of the sequence is never the likeliest.
+    """Write a tiny random model that never ends by itself: its end token is never likely.
 
-    `values` are of its config.
+    `values` override config values.
     """
     save_tiny_checkpoint(directory, "qwen3_moe", **values)
     for file in directory.glob("*.safetensors"):
@@ -32,5 +32,5 @@ def save_served_checkpoint(directory: Path, *, context: int = CONTEXT, **values:
 
 
 def never_called(*args: Any, **kwargs: Any) -> Any:
-    """Stand for what loads a model, where nothing is to be loaded."""
+    """Replaces the function that loads a model, where none may be loaded."""
     raise AssertionError("nothing is loaded here")

@@ -1,4 +1,4 @@
-"""One server with a tiny random model for all tests that do not end it."""
+"""A server with a tiny random model, shared by all tests that do not end it."""
 
 from collections.abc import Iterator
 from pathlib import Path

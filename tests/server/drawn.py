@@ -1,4 +1,4 @@
-"""Malformed requests by chance: right bodies of every endpoint, with something wrong in them."""
+"""Random malformed requests: valid bodies of every endpoint with one error in them."""
 
 import copy
 import json
@@ -97,7 +97,7 @@ _VALUES: list[Any] = [
 
 
 def drawn_requests(count: int, seed: int = 1) -> Iterator[tuple[str, bytes]]:
-    """Yield (path, body) of so many requests, the same ones for a seed."""
+    """Yield this many requests (path, body), the same ones for a seed."""
     chance = random.Random(seed)
     paths = list(RIGHT)
     for number in range(count):
@@ -112,7 +112,7 @@ def drawn_requests(count: int, seed: int = 1) -> Iterator[tuple[str, bytes]]:
 
 
 def _spoil(chance: random.Random, body: dict[str, Any]) -> None:
-    """Change one place in a body: another value, none, a field too many, or one twice."""
+    """Change one place in a body: another value, no value, an unknown field, a duplicate field."""
     places = list(_places(body))
     if not places:
         return
@@ -141,7 +141,7 @@ def _places(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _torn(chance: random.Random, data: bytes) -> bytes:
-    """Cut bytes off, or put others between them."""
+    """Cut a body's bytes, or insert others."""
     place = chance.randrange(len(data))
     if chance.random() < 0.5:
         return data[:place]
@@ -149,7 +149,7 @@ def _torn(chance: random.Random, data: bytes) -> bytes:
 
 
 def send_drawn(server: RunningServer, count: int) -> list[str]:
-    """Send drawn requests; return what was wrong about their answers."""
+    """Send random requests; return what was wrong with the answers."""
     problems = []
     for path, body in drawn_requests(count):
         reply = server.ask("POST", path, body)

@@ -1,7 +1,7 @@
-"""Two replicas of a model on a local Ray: python -m tests.server.local_ray [MODEL]
+"""Runs two replicas of a model on a local Ray: python -m tests.server.local_ray [MODEL]
 
-Prints one JSON object: the replicas that ran, the texts that were answered, and how many of them by
-one of the replicas.
+Prints one JSON object: the running replicas, the answered texts, and how many of them one of the
+replicas answered.
 """
 
 import json
@@ -32,7 +32,7 @@ def ask(address: str, number: int) -> str:
 
 
 def num_chats(address: str) -> float:
-    """Return how many chats a replica has had: the one that happens to answer."""
+    """Return how many chats the replica that answers this request has had."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=60) as response:
         text = response.read().decode()
     chats = re.search(r'tandem_requests_total{endpoint="chat",status="200"} (\S+)', text)
@@ -48,7 +48,7 @@ def main() -> int:
     model = sys.argv[1] if len(sys.argv) > 1 else "demo"
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-    # Packed linear layers compute a row alike in any batch, so that answers can be compared.
+    # Packed linear layers are batch-invariant, so that answers can be compared.
     arguments = {"model": model, "replicas": "2", "threads": "1", "dense_dtype": "bf16"}
     found: dict[str, Any] = {}
     try:

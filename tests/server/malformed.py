@@ -1,4 +1,4 @@
-"""Requests written to hurt: bytes that are no HTTP, HTTP that lies, JSON that is no request."""
+"""Malformed requests: bytes that are not HTTP, wrong HTTP, JSON that is not a request."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ def _get(path: bytes, headers: bytes = b"Host: localhost\r\n") -> bytes:
 
 
 def raw_requests() -> Iterator[bytes]:
-    """Yield bytes that break HTTP, or stretch it."""
+    """Yield bytes that violate or strain HTTP."""
     yield b"\r\n\r\n"
     yield b"hello\r\n\r\n"
     yield b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 60  # TLS
@@ -63,7 +63,7 @@ def raw_requests() -> Iterator[bytes]:
 
 
 def _values() -> Iterator[dict[str, Any]]:
-    """Yield fields that no request may have, or that ask for too much."""
+    """Yield request fields that are invalid or ask for too much."""
     deep: Any = 0
     for _ in range(200):
         deep = {"type": "array", "items": deep} if deep else {"type": "null"}
@@ -96,7 +96,7 @@ def _values() -> Iterator[dict[str, Any]]:
 
 
 def _messages() -> Iterator[Any]:
-    """Yield conversations that are none."""
+    """Yield invalid conversations."""
     yield from ([], {}, "x", None, [None], [[]], [{}], [{"role": "user"}, 5])
     yield [{"role": "wizard", "content": "x"}]
     yield [{"role": "user", "content": [{"type": kind}]} for kind in ("image_url", "text", "", 5)]
@@ -109,7 +109,7 @@ def _messages() -> Iterator[Any]:
 
 
 def bodies() -> Iterator[tuple[str, bytes]]:
-    """Yield (path, body) of requests that are HTTP, and no requests."""
+    """Yield (path, body) of valid HTTP requests with invalid bodies."""
     for path in (_CHAT, _TEXT):
         for body in (
             b"", b"{", b"[]", b"null", b"1e999", b'"x"', b"\xff\xfe{\0}\0", b"\xef\xbb\xbf{}",
@@ -133,7 +133,7 @@ def bodies() -> Iterator[tuple[str, bytes]]:
 
 
 def status_of(server: RunningServer, request: bytes) -> int | None:
-    """Send bytes, hang up on our side, and return the answer's status; None: there was none."""
+    """Send bytes, close our side, and return the answer's status; None: there was none."""
     with socket.create_connection(("127.0.0.1", server.port), _PATIENCE_SECONDS) as connection:
         answer = b""
         with contextlib.suppress(ConnectionError):
@@ -145,7 +145,7 @@ def status_of(server: RunningServer, request: bytes) -> int | None:
 
 
 def send_all(server: RunningServer) -> tuple[int, list[str]]:
-    """Send everything; return how many requests there were, and what was wrong about answers."""
+    """Send everything; return the number of requests, and what was wrong with the answers."""
     problems, number = [], 0
     for request in raw_requests():
         number += 1
@@ -155,7 +155,7 @@ def send_all(server: RunningServer) -> tuple[int, list[str]]:
     for path, body in bodies():
         number += 1
         reply = server.ask("POST", path, body)
-        # Some of them are answered: what is unusual need not be wrong.
+        # Some of them are answered: unusual requests need not be wrong.
         if reply.status >= 500 or (reply.status != 200 and "message" not in reply.error):
             problems.append(f"{reply.status} for {path} {body[:200]!r}")
     if server.chat(max_tokens=2).status != 200:

@@ -1,4 +1,4 @@
-"""What tests of the page do with it, and ask of it."""
+"""Helpers of the page's tests."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ def say(page: Page, text: str) -> None:
 
 
 def drawn(page: Page, *texts: str) -> Any:
-    """Draw texts one after the other in one place; return what is there as HTML."""
+    """Render texts one after another in one element; return its HTML."""
     return page.run(
         f"""(() => {{ const place = document.createElement('div');
             for (const text of {json.dumps(texts)}) own.writeMarkdown(place, text);
@@ -37,7 +37,7 @@ def drawn(page: Page, *texts: str) -> Any:
 
 
 def script_answers(page: Page, *answers: list[dict[str, Any]]) -> None:
-    """Let the page get scripted streams, each a list of deltas; notes the bodies that it sent."""
+    """Give the page scripted streams, each a list of deltas; record the bodies it sends."""
     streams = [
         "".join(
             f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n"
@@ -56,7 +56,7 @@ def script_answers(page: Page, *answers: list[dict[str, Any]]) -> None:
 
 
 def serious(page: Page) -> list[str]:
-    """Return the rules of axe that what is to be seen breaks, by people who need help to read."""
+    """Return the serious and critical axe accessibility rules that the page violates."""
     page.run("window.found = null; axe.run().then((found) => { window.found = found; })")
     page.wait_for("window.found !== null")
     told = page.run("found.violations.map((one) => [one.impact, one.id])")

@@ -1,4 +1,4 @@
-"""A server in a process of its own, as users start it, and plain HTTP to it."""
+"""A server in its own process, as users start it, and plain HTTP to it."""
 
 import contextlib
 import http.client
@@ -20,7 +20,7 @@ _PATIENCE_SECONDS = 120
 
 @dataclass
 class Reply:
-    """What came back."""
+    """An HTTP response."""
 
     status: int
     headers: dict[str, str]
@@ -32,13 +32,13 @@ class Reply:
 
     @property
     def ok(self) -> Any:
-        """The JSON of an answer that is no error."""
+        """The JSON of a successful answer."""
         assert self.status == 200, self.body
         return self.json
 
     @property
     def text(self) -> str:
-        """What a chat's first choice says."""
+        """The text of a chat's first choice."""
         text: str = self.ok["choices"][0]["message"]["content"]
         return text
 
@@ -50,7 +50,7 @@ class Reply:
 
     @property
     def events(self) -> list[Any]:
-        """The data of a stream, which must end as it should."""
+        """The data of a stream's events; asserts that the stream ends correctly."""
         parts = self.body.decode().split("\n\n")
         data = [part.removeprefix("data: ") for part in parts if part]
         assert data[-1] == "[DONE]"
@@ -58,7 +58,7 @@ class Reply:
 
     @property
     def streamed_texts(self) -> list[str]:
-        """What a stream's choices say, by their indices."""
+        """The texts of a stream's choices, by index."""
         texts: dict[int, str] = {}
         for event in self.events:
             for choice in event["choices"]:
@@ -68,7 +68,7 @@ class Reply:
 
     @property
     def named_events(self) -> list[dict[str, Any]]:
-        """The events of a stream that are named as their types say; comments are left out."""
+        """A stream's named events, whose names must equal their types; comments are omitted."""
         found = []
         for part in self.body.decode().split("\n\n"):
             lines = [line for line in part.splitlines() if not line.startswith(":")]
@@ -80,7 +80,7 @@ class Reply:
 
 
 def wait_until(is_so: Callable[[], object], what: Callable[[], str]) -> None:
-    """Return when something is so; after two minutes fail with a sentence."""
+    """Wait until a condition holds; fail after two minutes."""
     end = time.monotonic() + _PATIENCE_SECONDS
     while not is_so():
         assert time.monotonic() < end, what()
@@ -92,7 +92,7 @@ def wait_for_end(process_id: int) -> None:
 
 
 class RunningServer:
-    """A server that has said that it is ready."""
+    """A server that has reported that it is ready."""
 
     def __init__(
         self, process: "subprocess.Popen[str]", said: dict[str, str], log: list[str]
@@ -105,19 +105,19 @@ class RunningServer:
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
+        """The server's log so far."""
         return "".join(self._log)
 
     @property
-    def decode_process(self) -> int:
-        """The number of the process that was started for the decode loop."""
+    def engine_process(self) -> int:
+        """The process id of the engine process."""
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
         lines = {int(c): Path(f"/proc/{c}/cmdline").read_bytes() for c in children}
         return next(child for child, line in lines.items() if b"spawn_main" in line)
 
     def helper(self, module: str) -> int:
-        """The number of the helper process that runs a module's `main`."""
+        """The process id of the helper process that runs a module's `main`."""
         for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
             for child in map(int, children.read_text(encoding="ascii").split()):
                 if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
@@ -155,7 +155,7 @@ class RunningServer:
 
     @contextlib.contextmanager
     def streaming(self, text: str = "hello", **fields: Any) -> Iterator[http.client.HTTPResponse]:
-        """Begin a stream and leave it open; leaving the context hangs up."""
+        """Open a stream; leaving the context closes the connection."""
         connection = self.connect()
         body = {"messages": [{"role": "user", "content": text}], "stream": True, **fields}
         headers = {"Content-Type": "application/json", **self.headers}
@@ -168,12 +168,12 @@ class RunningServer:
             connection.close()
 
     def metric(self, name: str) -> float:
-        """Return one of the server's own numbers."""
+        """Return one of the server's metrics."""
         text = self.ask("GET", "/metrics").body.decode()
         return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
     def wait_for(self, name: str, value: float) -> None:
-        """Return when a number has a value."""
+        """Wait until a metric has a value."""
         wait_until(
             lambda: self.metric(name) == value,
             lambda: f"{name} is {self.metric(name)}, expected {value}",
@@ -183,7 +183,7 @@ class RunningServer:
         wait_until(lambda: self.ask("GET", "/ready").status == 200, lambda: self.log)
 
     def wait_for_log(self, text: str) -> None:
-        """Wait until the log has a text, which may appear after the answer."""
+        """Wait until the log contains a text, which may appear after the answer."""
         wait_until(lambda: text in self.log, lambda: self.log)
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -201,7 +201,7 @@ def running_server(
     module: str | None = None,
     **environment: str,
 ) -> Iterator[RunningServer]:
-    """Start `tandem serve`, or a module with the same flags, wait until it answers, and stop it."""
+    """Start `tandem serve` or a module with its flags; stop it when the context is left."""
     if module is None:
         command = ["tandem.cli.main", "serve", str(model), "--port", "0", "--json"]
         flags = ("--threads", "2", *flags)

@@ -1,6 +1,6 @@
-"""Takes the pictures of docs/serving.md: python -m tests.server.screenshot DIRECTORY [FLAGS...]
+"""Takes the screenshots of docs/serving.md: python -m tests.server.screenshot DIRECTORY [FLAGS...]
 
-The demo model on the emulated device, in the middle of an answer: light, dark, and on a phone.
+The demo model on the emulated device during an answer: light, dark, and on a phone.
 """
 
 import sys

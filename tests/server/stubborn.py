@@ -1,4 +1,4 @@
-"""A tokenizer that does what a text says: it hangs, computes for ever, or ends its process."""
+"""A tokenizer that obeys the text: it hangs, computes for ever, or ends its process."""
 
 import os
 import time
@@ -8,7 +8,7 @@ HANGS, COMPUTES, ENDS = "hang", "compute", "end"
 
 
 class StubbornTokenizer:
-    """Gives each character a token."""
+    """Maps each character to a token."""
 
     chat_template = None
     all_special_tokens: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Requests made from the API's own description; `python -m tests.server.abuse` sends a thousand."""
+"""Tests with requests from the API description; `python -m tests.server.abuse` sends many."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def test_no_drawn_request_is_the_servers_fault(server: RunningServer) -> None:
 
 
 def assert_trims(server: RunningServer) -> None:
-    """The same server drops turns of what does not fit, and says so whole and as a stream."""
+    """Assert that the server drops turns that do not fit, and reports it, streamed and not."""
     turn = [{"role": "user", "content": "x" * 30}, {"role": "assistant", "content": "y"}]
     body: dict[str, Any] = {
         "messages": [*turn * 4, {"role": "user", "content": "last"}], "max_tokens": 3,

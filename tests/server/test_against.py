@@ -1,4 +1,4 @@
-"""The benchmark of two servers: what it sends, and what it makes of a load generator's report."""
+"""Tests of the benchmark of two servers: its requests, and parsing the load report."""
 
 import argparse
 import itertools

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what a body means, what an answer looks like, and what is refused."""
+"""Tests of Anthropic's Messages API: meaning of bodies, form of answers, refusals."""
 
 import json
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ def test_what_no_text_model_reads_is_named(block: dict[str, Any], words: str) ->
 
 
 class Scripted:
-    """Gives parts whatever the text is."""
+    """A dialect that returns scripted parts for any text."""
 
     def __init__(self, parts: Sequence[AnswerPart]) -> None:
         self._parts = list(parts)

@@ -1,4 +1,4 @@
-"""The API over plain HTTP: what is answered, and what is refused with which words."""
+"""Tests of the API over plain HTTP: answers, and the words of refusals."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -137,7 +137,7 @@ def test_a_tool_that_must_be_called_is_called(server: RunningServer) -> None:
 
 
 def test_tools_that_may_be_called_change_no_plain_answer(server: RunningServer) -> None:
-    """The calls are ruled, the text before them is not: see test_grammar."""
+    """The grammar applies to calls, not to the text before them: see test_grammar."""
     fields: dict[str, Any] = {"tools": [TOOL], "max_tokens": 6, "temperature": 0}
     free = server.chat(**fields).text
     assert server.chat(**fields, tool_choice="auto").text == free
@@ -182,7 +182,7 @@ def test_choices_differ_and_repeat_with_their_seed(server: RunningServer) -> Non
 
 
 def test_penalties_and_biases_are_followed(server: RunningServer) -> None:
-    """A greedy random model repeats itself; a token that has come may be kept from coming again."""
+    """A greedy random model repeats itself; a penalty or bias prevents a repeated token."""
     fields: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "logprobs": True}
 
     def tokens(**more: Any) -> list[str]:
@@ -197,7 +197,7 @@ def test_penalties_and_biases_are_followed(server: RunningServer) -> None:
 
 
 def test_what_clients_send_beside_is_taken(server: RunningServer) -> None:
-    """Fields that change no answer, as OpenAI's own clients and those built on them send them."""
+    """Fields that change no answer, as OpenAI's clients and their derivatives send them."""
     called = {"id": "c", "index": 0, "type": "function", "function": {"name": "f", "arguments": ""}}
     body = {
         "model": "tiny", "stream": False, "n": 1, "max_tokens": -1, "max_completion_tokens": 3,

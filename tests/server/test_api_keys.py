@@ -1,4 +1,4 @@
-"""Several API keys, and clients that must not find what others have left."""
+"""Tests of several API keys, whose clients must not find each other's data."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def ask(
 
 
 def reused(server: RunningServer, key: str, prompt: str = PROMPT) -> int:
-    """Return how many tokens of a prompt needed not be computed."""
+    """Return how many tokens of a prompt were reused."""
     reply = ask(server, key, "/v1/completions", {"prompt": prompt, "max_tokens": 1})
     assert reply.status == 200, reply.body
     return int(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"])

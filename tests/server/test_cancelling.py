@@ -1,4 +1,4 @@
-"""The engine process, step by step: who leaves frees a row, beginnings outlive it; its pipe."""
+"""Tests of the engine process by steps: cancelled requests free slots; its pipe."""
 
 import multiprocessing
 import threading
@@ -22,7 +22,7 @@ LEAVES_IN_STEP = 5
 
 
 def test_who_leaves_during_a_step_gets_no_other(tiny_checkpoint: Path) -> None:
-    """The first leaves while its fifth token is computed; the second has the row from there on."""
+    """The first request is cancelled during its fifth token; the second gets the slot."""
     ours, theirs = multiprocessing.Pipe()
     model: Any = tandem.load(tiny_checkpoint)
     settings = EngineSettings(max_running=1, part_tokens=16, has_replay=False)
@@ -52,7 +52,7 @@ def test_who_leaves_during_a_step_gets_no_other(tiny_checkpoint: Path) -> None:
 
 
 def test_a_beginning_outlives_the_process(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """The second engine finds on disk what the first one has computed."""
+    """The second engine finds on disk what the first one computed."""
     model: Any = tandem.load(tiny_checkpoint)
     prompt = tuple(40 + i % 50 for i in range(SEGMENT_TOKENS + 20))
     options = SamplingOptions(max_new_tokens=3, temperature=0.0)

@@ -1,4 +1,4 @@
-"""Real clients, unchanged, and the one of `examples/`, against the running server."""
+"""Tests of real, unchanged clients, and of the one in `examples/`, against the server."""
 
 import json
 import shutil

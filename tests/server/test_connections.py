@@ -1,4 +1,4 @@
-"""What a client may cost before its request is whole: bytes, time, connections."""
+"""Tests of a client's cost before its request is complete: bytes, time, connections."""
 
 import contextlib
 import socket
@@ -21,7 +21,7 @@ def bounded() -> Iterator[BoundedServer]:
 
 
 def send_until_closed(connection: socket.socket, data: bytes, most: int = 64 << 20) -> None:
-    """Send the same again and again; fails if a server takes all of it."""
+    """Send the same bytes repeatedly; fails if the server accepts all of them."""
     sent = 0
     with contextlib.suppress(ConnectionError):
         while sent < most:
@@ -220,7 +220,7 @@ def test_other_requests_are_the_applications(request_bytes: bytes, bounded: Boun
 
 
 def test_of_many_signs_in_one_read_the_first_is_answered_at_once(bounded: BoundedServer) -> None:
-    """The others wait in the loop for their turn, and the connection's bound is theirs."""
+    """The others wait for the event loop, and count against the connection's limit."""
     with bounded.connect() as connection:
         connection.sendall(2 * (LIFE + b"\r\n") + LIFE + b"Connection: close\r\n\r\n")
         found = answer(connection)

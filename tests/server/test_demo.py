@@ -1,4 +1,4 @@
-"""The demo model behind the server: what a user meets first, with a client that users have."""
+"""Tests of the demo model behind the server, with a common client."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ QUESTIONS = ("Why is the sky blue?", "Name three colours.", "What is 2 + 2?", "S
 
 @pytest.fixture(scope="module")
 def demo_server(demo_cache: Path) -> Iterator[RunningServer]:  # noqa: F811
-    """Experts and linear layers in bf16, as the files have them: what nobody chose."""
+    """A server with default options: experts and linear layers in bf16, as in the files."""
     with running_server("demo", "--context", "1024", cache=demo_cache) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""The engine process with a model without experts: it answers, and its page has no grid."""
+"""Tests of the engine process with a dense model: it answers, and its page has no grid."""
 
 import json
 import multiprocessing

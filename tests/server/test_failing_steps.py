@@ -1,4 +1,4 @@
-"""A step fails inside the engine process: who asked is told, the others and the server go on."""
+"""Tests of failing steps in the engine process: the request fails, others continue."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ def breakable(tiny_checkpoint: Path) -> Iterator[RunningServer]:
 
 
 def write(server: RunningServer, text: str) -> Reply:
-    """Let the model write a text that a grammar dictates, so that decode steps take its tokens."""
+    """Generate a text that a grammar dictates, so that decode steps get its tokens."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": text}}}
     return server.chat(max_tokens=20, temperature=0, response_format=form)
 

@@ -1,4 +1,4 @@
-"""Who waits for whom: priorities, deadlines, and signs of life while a prompt is long."""
+"""Tests of fairness: priorities, deadlines, and keep-alive signs during a long prompt."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, MutableMapping
@@ -23,7 +23,7 @@ INFO = ModelInfo(
 
 
 class FakeProcess:
-    """Notes what is sent to it."""
+    """Records what is sent to it."""
 
     sent: list[Any]
     on_message: Callable[[Any], None]
@@ -76,7 +76,7 @@ def test_every_prompt_of_a_request_counts_and_all_or_none_are_taken(
 
 
 def test_thousands_that_leave_at_once_are_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a search for each of them it would take minutes."""
+    """A search for each of them would take minutes."""
     monkeypatch.setattr(engine_client, "EngineProcess", FakeProcess)
 
     async def play() -> None:

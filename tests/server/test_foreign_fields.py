@@ -1,4 +1,4 @@
-"""What clients of vLLM, llama.cpp and others send: followed, ignored with a line, or refused."""
+"""Tests of fields of other servers' clients: followed, ignored with a log line, or refused."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def test_nulls_are_absent_and_unknown_fields_are_logged_once(server: RunningServ
 
 
 def test_guidellm_and_aiperf_are_answered(server: RunningServer) -> None:
-    """The end is ignored, and every chunk tells how many tokens there are so far."""
+    """The end token is ignored, and every chunk has the number of tokens so far."""
     fields: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
     free = server.chat(**fields).text
     stopping: Reply = server.chat(**fields, stop_token_ids=[ord(free[3]) - 32])

@@ -1,4 +1,4 @@
-"""Grammars made to be slow: what they cost is theirs, and no other request's."""
+"""Tests of slow grammars: their cost does not affect other requests."""
 
 import asyncio
 import os
@@ -124,7 +124,7 @@ def test_no_process_outlives_a_killed_server(tiny_checkpoint: Path, tmp_path: Pa
 
 def test_a_silent_engine_process_is_started_again(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with running_server(tiny_checkpoint, "--engine-timeout", "4", cache=tmp_path) as server:
-        stopped = server.decode_process
+        stopped = server.engine_process
         with server.streaming(max_tokens=30000, ignore_eos=True) as stream:
             stream.readline()
             os.kill(stopped, signal.SIGSTOP)
@@ -177,7 +177,7 @@ def test_what_has_passed_is_not_built_again() -> None:
 
 
 def test_an_honest_grammar_passes_slow_ones() -> None:
-    """Sixteen slow ones need five seconds of a core; an honest one waits for moments of each."""
+    """Sixteen slow ones need five seconds of a core; a normal one waits only briefly for each."""
 
     async def test(grammars: Grammars) -> None:
         tasks = [asyncio.ensure_future(grammars.build(slow(n))) for n in range(16)]

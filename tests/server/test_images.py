@@ -1,4 +1,4 @@
-"""Pictures in the requests of all APIs: answered as by Transformers, or refused in words."""
+"""Tests of images in the requests of all APIs: answers of Transformers, or refusals."""
 
 import base64
 import dataclasses
@@ -108,7 +108,7 @@ ASKING = [ask_chat, ask_anthropic, ask_responses]
 
 
 def answered(reply: Reply) -> tuple[str, int]:
-    """Return the text of an answer of any API, and the tokens of its prompt."""
+    """Return any API's answer text, and the number of prompt tokens."""
     answer = reply.ok
     if "choices" in answer:
         return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]

@@ -1,4 +1,4 @@
-"""Limits of one API key: answers at once, answers that wait, tokens a minute; the log of use."""
+"""Tests of one API key's limits: concurrent and waiting answers, tokens a minute; usage log."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def test_a_keys_answers_wait_for_each_other_and_for_no_other_keys() -> None:
         found.leave(b"a", 1, 10)
         await asyncio.sleep(0)
         assert (third.done(), pair.done()) == (True, False)
-        late = await entering(found, b"a")  # it passes nobody
+        late = await entering(found, b"a")  # it overtakes no request
         found.leave(b"a", 1, 10)
         await asyncio.sleep(0)
         assert (pair.done(), late.done()) == (False, False)

@@ -1,4 +1,4 @@
-"""Bodies that are made to be slow to read: nobody waits for them."""
+"""Tests of bodies that are slow to parse: other requests do not wait."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ def test_prompts_of_many_tokens_are_read() -> None:
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
 def test_a_list_is_checked_up_to_its_first_wrong_element(kind: type[BaseModel]) -> None:
-    """Each error costs much more than the bytes that it is about."""
+    """Each error costs much more time than its bytes."""
     wrongs: tuple[Any, ...] = ({"a": 1}, [{}], "x", 5.5, True)
     for name, field in kind.model_fields.items():
         for wrong in wrongs:
@@ -72,7 +72,7 @@ def test_inner_lists_are_too(kind: type[BaseModel], data: Any) -> None:
 
 
 def test_large_wrong_bodies_are_refused(server: RunningServer) -> None:
-    """Five times the first one was read for 171 seconds, in which nothing else was done."""
+    """The first one once took 171 seconds to parse, during which nothing else ran."""
     bodies: list[tuple[str, Any]] = [
         ("/v1/responses", {"input": [{"a": 1}] * 33_000}),
         ("/v1/completions", {"prompt": ["x"] * 99_000}),

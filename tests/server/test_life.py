@@ -1,4 +1,4 @@
-"""Clients leave, queues fill, processes die, servers end: what each of them costs the others."""
+"""Tests of a server's life: clients leave, queues fill, processes die, servers end."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ ORIGIN = "https://mine.example"
 def small(
     tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """A server with one place and one that waits, open to other machines, thus with a key."""
+    """A server with one slot and one waiting place, open to other machines, so with a key."""
     flags = ["--host", "0.0.0.0", "--max-running", "1", "--max-waiting", "1"]
     flags += ["--allow-origin", ORIGIN]
     cache = tmp_path_factory.mktemp("cache")
@@ -51,7 +51,7 @@ def small(
 
 
 def settled(server: RunningServer, name: str) -> float:
-    """Return a number of the engine process once it stands still: reports come twice a second."""
+    """Return a metric of the engine process once it is stable; it reports twice a second."""
     value = server.metric(name)
     while True:
         time.sleep(0.8)
@@ -66,7 +66,7 @@ def test_a_client_that_leaves_frees_its_place(server: RunningServer) -> None:
         assert response.readline().startswith(b"data: ")
         server.wait_for("tandem_requests_running", 1)
         while server.metric("tandem_generated_tokens_total") == before:
-            assert response.readline()  # the answer goes on: its tokens will be reported
+            assert response.readline()  # the answer continues: its tokens will be reported
     server.wait_for("tandem_requests_running", 0)
     # The engine process stops too; test_cancelling.py counts its steps.
     generated = settled(server, "tandem_generated_tokens_total") - before
@@ -128,7 +128,7 @@ def test_a_killed_decode_process_takes_with_it_only_what_ran(small: RunningServe
         running.readline()
         waiting = clients.submit(small.chat, max_tokens=3, temperature=0)
         small.wait_for("tandem_requests_waiting", 1)
-        os.kill(small.decode_process, signal.SIGKILL)
+        os.kill(small.engine_process, signal.SIGKILL)
         rest = running.read().decode()
         assert "ended while this request was running" in rest
         assert "[DONE]" not in rest
@@ -143,7 +143,7 @@ def test_a_model_that_is_gone_when_the_process_starts_anew_is_told(
 ) -> None:
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     with running_server(checkpoint, cache=tmp_path / "cache") as server:
-        child = server.decode_process
+        child = server.engine_process
         (checkpoint / "config.json").unlink()
         os.kill(child, signal.SIGKILL)
         wait_for_end(child)
@@ -155,17 +155,17 @@ def test_a_model_that_is_gone_when_the_process_starts_anew_is_told(
 
 
 def test_a_request_that_takes_too_long_is_given_up(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """And a server that ends tells those whose answers run, after the time that they had."""
+    """A server that shuts down tells running requests so after their grace period."""
     with running_server(
         tiny_checkpoint, "--request-timeout", "3", "--shutdown-timeout", "0.1",
         "--max-running", "1", cache=tmp_path,
     ) as server:  # fmt: skip
-        # One after the other 240,000 steps: more than three seconds on any machine.
+        # 240,000 steps one after another would take over three seconds on any machine.
         reply = server.complete([f"number {i}" for i in range(8)], **LONG)
         assert reply.status == 504
         assert "longer than 3 seconds" in reply.error["message"]
         server.wait_for("tandem_requests_running", 0)
-        child = server.decode_process
+        child = server.engine_process
         with server.streaming(**LONG) as response:
             response.readline()
             os.kill(server.process.pid, signal.SIGTERM)
@@ -192,7 +192,7 @@ def test_a_server_that_cannot_be_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TANDEM_API_KEY", raising=False)
-    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # the tests' logs are theirs
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # the log belongs to the tests
     assert main(["serve", *arguments, "--port", "0"]) == 2
     errors = capsys.readouterr().err
     assert words in errors
@@ -215,7 +215,7 @@ def test_ctrl_c_while_the_model_is_loaded_ends_both_processes(tiny_checkpoint: P
 
 
 def test_a_taken_port_is_told_at_once(server: RunningServer) -> None:
-    """Before anything is loaded."""
+    """The error comes before anything is loaded."""
     source = Source(name="x", load_model=never_called, load_tokenizer=never_called)
     settings = EngineSettings(max_running=1, part_tokens=16)
     with pytest.raises(ConfigError, match="choose another --port"):
@@ -223,7 +223,7 @@ def test_a_taken_port_is_told_at_once(server: RunningServer) -> None:
 
 
 def test_each_part_of_an_answer_is_sent_at_once(server: RunningServer) -> None:
-    """Else the second part waits 40 ms for the first one's acknowledgement."""
+    """Otherwise the second part would wait 40 ms for the first one's acknowledgement."""
     question = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     seconds = []
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
@@ -234,4 +234,4 @@ def test_each_part_of_an_answer_is_sent_at_once(server: RunningServer) -> None:
             while not reply.endswith(b"}"):
                 reply += connection.recv(1 << 16)
             seconds.append(time.monotonic() - begin)
-    assert sorted(seconds)[40] < 0.03  # a busy machine may hold others up
+    assert sorted(seconds)[40] < 0.03  # a busy machine may delay others

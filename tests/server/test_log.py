@@ -1,4 +1,4 @@
-"""The log is written in a thread: a reader that stands still holds nobody up."""
+"""Tests that the log is written in a thread, so that a blocked reader delays nothing."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ _NUM_LINES, _PIPE_BYTES = 5000, 64 << 10
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, logging.Logger]]:
-    """The end of a pipe that nobody reads yet, and a logger that writes to the other."""
+    """The read end of a pipe, not read yet, and a logger that writes to the other end."""
     reading, writing = os.pipe()
     root, before = logging.getLogger(), logging.getLogger().handlers[:]
     stream = os.fdopen(writing, "w")

@@ -1,4 +1,4 @@
-"""Memory grows with the longest request, not with how many there were."""
+"""Tests that memory grows with the longest request, not with the number of requests."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.server.running import RunningServer
 
 CLIENTS, EACH = 4, 40
-# An allocator keeps what it has had; 150 requests that leave 20 kB each would show.
+# An allocator keeps freed memory; 150 requests that leak 20 kB each would show.
 SLACK_BYTES = 3e6
 HOST, KV_CACHE = 'tandem_memory_bytes{kind="host"}', 'tandem_memory_bytes{kind="kv_cache"}'
 
@@ -18,7 +18,7 @@ def resident_bytes(process_id: int) -> int:
 
 
 def ask_many(server: RunningServer, token_output: int) -> None:
-    """Let several clients ask for answers of the same lengths, streamed and whole."""
+    """Send requests of equal lengths from several clients, streamed and not."""
 
     def ask(client: int) -> None:
         for number in range(EACH):
@@ -33,7 +33,7 @@ def ask_many(server: RunningServer, token_output: int) -> None:
 
 
 def test_many_requests_take_no_more_memory_than_few(server: RunningServer) -> None:
-    ask_many(server, 0)  # what is made once: records per batch size, room for these lengths
+    ask_many(server, 0)  # made once: records per batch size, room for these lengths
     host, front = server.metric(HOST), resident_bytes(server.process.pid)
     kv_cache = server.metric(KV_CACHE)
     ask_many(server, 1)

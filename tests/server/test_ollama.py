@@ -1,4 +1,4 @@
-"""Ollama's API: what a body means, what an answer looks like, and what is refused."""
+"""Tests of Ollama's API: meaning of bodies, form of answers, refusals."""
 
 import json
 import pickle
@@ -187,7 +187,7 @@ def test_the_model_is_listed_shown_and_loaded(server: RunningServer) -> None:
     assert shown["model_info"][f"{kind}.context_length"] == 32768
     assert shown["capabilities"] == ["completion", "tools"]
     major, minor, _ = server.ask("GET", "/api/version").ok["version"].split(".")
-    assert (int(major), int(minor)) >= (0, 6)  # editors ask for as much
+    assert (int(major), int(minor)) >= (0, 6)  # editors request this much
     loaded = server.post("/api/generate", model="tiny", keep_alive=300).ok
     assert (loaded["done_reason"], loaded["response"]) == ("load", "")
     assert server.post("/api/chat", messages=[], keep_alive=0).ok["done_reason"] == "unload"

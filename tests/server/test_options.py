@@ -1,4 +1,4 @@
-"""What a user may say about the server, without a model: names, strictness."""
+"""Tests of the server's options without a model: names, strictness."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 
 @pytest.fixture
 def client(tokenizer: Any) -> Iterator[Callable[..., TestClient]]:
-    """Makes clients of servers whose models are still being loaded: what is right gets a 503."""
+    """A factory of clients for servers that still load: valid requests get a 503."""
     engine = EngineClient(
         never_called, EngineSettings(max_running=1, part_tokens=16), max_waiting=0
     )

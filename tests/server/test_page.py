@@ -1,4 +1,4 @@
-"""The page in a real browser."""
+"""Tests of the page in a real browser."""
 
 import json
 from collections.abc import Iterator
@@ -112,7 +112,7 @@ def test_errors_are_shown_where_the_answer_would_be(page: Page) -> None:
     page.run("own.ask('y')")
     page.wait_for("!!document.querySelector('.problem')")
     assert "shorten it" in page.run("document.querySelector('.problem').textContent")
-    page.problems.clear()  # the browser notes the 400 itself
+    page.problems.clear()  # the browser logs the 400 itself
 
 
 def test_a_server_that_goes_and_comes_back_is_told(page: Page, server: RunningServer) -> None:
@@ -134,7 +134,7 @@ def test_a_server_that_goes_and_comes_back_is_told(page: Page, server: RunningSe
         assert page.run("document.querySelectorAll('.message').length") == 2
         page.open(server.address + "/")
     page.urls.clear()  # another address this once
-    page.problems.clear()  # the browser notes what it could not reach
+    page.problems.clear()  # the browser logs what it could not reach
 
 
 MARKDOWN = """# Title

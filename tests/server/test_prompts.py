@@ -1,4 +1,4 @@
-"""The prompt process: what a body costs, however it fails, is its own request's alone."""
+"""Tests of the prompt process: a body's cost and failure affect its own request only."""
 
 import asyncio
 import dataclasses
@@ -161,7 +161,7 @@ def _large(job: _Large) -> bytes:
 
 
 def test_an_answer_that_is_read_late_is_whole() -> None:
-    """Its limits are for the work: a busy reader once got half of one."""
+    """The time limit covers work, not reading: a busy reader once got half of an answer."""
     wall_seconds = 2.0
     control, ours = socket.socketpair(), socket.socketpair()
     answer_in_fork(control[1], ours[1], _large)

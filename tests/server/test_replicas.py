@@ -1,4 +1,4 @@
-"""The Ray Serve application: options, and two replicas on a local Ray where Ray is installed."""
+"""Tests of the Ray Serve application: options, and two replicas if Ray is installed."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: what a body means, what an answer looks like, and what is kept of it."""
+"""Tests of OpenAI's Responses API: bodies, answers, and stored responses."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ def ask(server: RunningServer, **fields: Any) -> Reply:
 
 
 def events_of(reply: Reply) -> list[dict[str, Any]]:
-    """Return a stream's events, which are numbered."""
+    """Return a stream's events, which must be numbered."""
     events = reply.named_events
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
     return events
@@ -203,7 +203,7 @@ def test_the_latest_answers_are_kept_within_limits() -> None:
 
 
 def test_all_that_is_kept_is_counted() -> None:
-    """120 answers whose tools had empty lists took 460 MB of 64 MiB."""
+    """120 answers with empty tool lists once took 460 MB, with a limit of 64 MiB."""
     kept = KeptResponses(most_bytes=2_000_000)
     for number in range(30):
         schema: dict[str, object] = {"enum": [[] for _ in range(50_000)]}
@@ -211,7 +211,7 @@ def test_all_that_is_kept_is_counted() -> None:
         kept.put(head, NO_MESSAGES, Message.model_construct(role="user", content="x"))
     assert len(pickle.dumps(kept)) <= 2_000_000
     before = NO_MESSAGES
-    for number in range(10):  # each goes on from the one before, which is dropped first
+    for number in range(10):  # each continues the one before, which is dropped first
         kept.put(
             {"id": f"s{number}"},
             before,

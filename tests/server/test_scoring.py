@@ -1,4 +1,4 @@
-"""Prompts are scored and echoed as lm-eval and others ask for it."""
+"""Tests of scored and echoed prompts, as lm-eval and others request them."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ PROMPTS = [[40 + i * 7 % 50 for i in range(n)] for n in (5, 21, 2)]
 def test_a_batch_of_prompts_of_tokens_is_scored_as_the_model_does(
     server: RunningServer, tiny_checkpoint: Path, max_tokens: int
 ) -> None:
-    """As lm-eval's local-completions: the last token is the answer's and is not read."""
+    """As in lm-eval's local-completions, the last token is the answer's and is not read."""
     found = server.complete(PROMPTS, max_tokens=max_tokens, logprobs=1, echo=True).ok
     model: Any = tandem.load(str(tiny_checkpoint))
     for choice, prompt in zip(found["choices"], PROMPTS, strict=True):

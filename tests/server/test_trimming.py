@@ -1,4 +1,4 @@
-"""A conversation that does not fit is refused, or loses its oldest turns; both are said."""
+"""Tests of conversations that do not fit: refused, or trimmed and reported."""
 
 import json
 import logging

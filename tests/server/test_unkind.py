@@ -1,4 +1,4 @@
-"""Unkind clients: slow readers, half-open connections, hundreds of them, and those who leave."""
+"""Tests of difficult clients: slow readers, half-open connections, hundreds, disconnects."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def request(max_tokens: int, *, stream: bool) -> bytes:
 
 @contextlib.contextmanager
 def unkind(server: RunningServer, kind: str) -> Iterator[None]:
-    """Open connections of one unkind sort, and leave them so."""
+    """Open connections of one difficult kind, and leave them open."""
     with contextlib.ExitStack() as stack:
         if kind == "idle":
             for _ in range(MANY):
@@ -73,7 +73,7 @@ def test_streams_of_others_are_unhurt(server: RunningServer, kind: str) -> None:
 def test_idle_connections_leave_descriptors_for_the_owner(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Where a process may open 256 files, 300 connections without a key took all of them."""
+    """With a limit of 256 files, 300 connections without a key once took all of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:

@@ -1,4 +1,4 @@
-"""CUDA graphs on the shadow device: what is queued is noted, undone, and done again by a replay."""
+"""CUDA graphs on the shadow device: queued work is recorded, undone, and run by a replay."""
 
 import threading
 import weakref
@@ -14,7 +14,7 @@ from tests.shadow.tensor import present
 
 
 class _Touched(NamedTuple):
-    """Bytes that a graph uses; of memory that is not its own it knows where they are, no more."""
+    """Bytes that a graph uses; it does not keep memory of others alive, only its address."""
 
     memory: "weakref.ref[Memory] | None"
     tensor: Tensor
@@ -76,7 +76,7 @@ class ShadowGraph:
     def note(
         self, function: Any, args: Any, kwargs: Any, uses: Sequence[tuple[Tensor, bool]]
     ) -> Any:
-        """Do an operation for the form of its results, take back what it wrote, and note it."""
+        """Run an operation for its results' shapes, undo its writes, and record it."""
         name = function._schema.name
         before = [(tensor, tensor.clone()) for tensor, writes in uses if writes]
         results = function(*args, **kwargs)
@@ -103,7 +103,7 @@ class ShadowGraph:
     def note_launch(
         self, what: str, work: Callable[[], None], uses: Sequence[tuple[Tensor, bool]] = ()
     ) -> None:
-        """Note work that gives no tensors."""
+        """Record work without tensor results."""
         self.touch(uses, what)
         self._works.append(work)
 
@@ -123,7 +123,7 @@ class ShadowGraph:
 
 
 def launch(what: str, work: Callable[[], None], uses: Sequence[tuple[Tensor, bool]]) -> None:
-    """Queue work of the GPU's thread on the current stream, or note it in a capture."""
+    """Queue work for the GPU's thread on the current stream, or record it during a capture."""
     gpu = present()
     moment = gpu.begin_work(what)
     gpu.launched.append(what)

@@ -1,9 +1,9 @@
-"""The shadow device: `with shadow_gpu() as gpu:` this machine has a GPU, which holds CPU values.
+"""The shadow device: in `with shadow_gpu() as gpu:` this machine has a GPU with CPU values.
 
-The real host code of device `cuda` runs on it, from `tandem.load` to the last event: its tensors
-say `cuda:0` and refuse to meet the CPU's, waits raise where none is allowed, and bytes that two
-streams use must be ordered by events (see `order`). What only a GPU can show stays for one:
-instructions, bandwidths, latencies, and what the driver itself makes of calls.
+The real host code of device `cuda` runs on it, from `tandem.load` to the last event. Its tensors
+say `cuda:0` and cannot be mixed with the CPU's, forbidden waits raise, and events must order the
+bytes that two streams use (see `order`). Only a real GPU can show instructions, bandwidths,
+latencies and what the driver itself does.
 """
 
 import ctypes
@@ -41,9 +41,10 @@ def shadow_gpu(
     has_words: bool = True,
     has_batch: bool = True,
 ) -> Iterator[ShadowGpu]:
-    """Let this machine have a GPU; raises at the end what was wrong, whatever caught it before.
+    """Simulate a GPU on this machine; at the end raise the first fault, even if it was caught
+    before.
 
-    `kernels` are "twins", all but the experts' interpreted; "interpreted"; or "none", no Triton.
+    `kernels` are "twins" (interpreted, but torch for experts), "interpreted", or "none", no Triton.
     """
     gpu = ShadowGpu(total_bytes)
     _PRESENT.append(gpu)
@@ -75,7 +76,7 @@ def shadow_gpu(
 
 @functools.cache
 def _device_guard() -> ctypes.CDLL:
-    """Build `guard.cpp`, two seconds: `shadow_guard(1)` lets tensors say `cuda:0`, 0 undoes it."""
+    """Build `guard.cpp` (two seconds): `shadow_guard(1)` allows tensors on `cuda:0`; 0 ends it."""
     libraries = str(Path(torch.__file__).parent / "lib")
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "libguard.so")
@@ -86,7 +87,7 @@ def _device_guard() -> ctypes.CDLL:
 
 
 def _forget_devices() -> None:
-    """Empty what is kept by device for a program's time: the next GPU is another one."""
+    """Clear caches that are keyed by device, because the next GPU is another one."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("tandem.devices.cuda", "tandem.decode.cuda", "tandem.triton_kernels")):
             for value in vars(module).values():
@@ -95,7 +96,7 @@ def _forget_devices() -> None:
 
 
 def _patch_tensors(patch: pytest.MonkeyPatch, gpu: ShadowGpu) -> None:
-    """Let modules take tensors of the GPU, and the host's looks at pinned memory be noted."""
+    """Let modules accept GPU tensors, and record the host's accesses to pinned memory."""
     patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
     patch.setattr(Tensor, "is_pinned", lambda self, device=None: _is_pinned(gpu, self))
     patch.setattr(Tensor, "pin_memory", lambda self, device=None: pinned(self.clone()))
@@ -131,7 +132,7 @@ def _patch_threads(patch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def _no_triton() -> Iterator[None]:
     find = importlib.util.find_spec
-    with interpreted() as patch:  # what is imported all the same is not compiled later on
+    with interpreted() as patch:  # modules that are imported anyway are not compiled later
         patch.setattr(
             importlib.util,
             "find_spec",

@@ -1,4 +1,4 @@
-"""The driver of the shadow device: words that streams write and wait for, and copies."""
+"""The shadow device's driver: words that streams write and wait for, and copies."""
 
 import ctypes
 import functools
@@ -32,13 +32,13 @@ _BATCH = (
 
 @functools.cache
 def native_library() -> DriverLibrary:
-    """Return the library that native code loads; built once a process."""
+    """Return the library that native code loads, built once per process."""
     return DriverLibrary(Path(tempfile.mkdtemp(prefix="tandem-shadow-")))
 
 
 @contextmanager
 def shadow_driver(gpu: ShadowGpu, *, has_words: bool, has_batch: bool) -> Iterator[None]:
-    """Put the driver in its place: `has_words` for stream operations, `has_batch` for copies."""
+    """Install the driver: `has_words` enables stream operations, `has_batch` batched copies."""
     fake = FakeDriver()
     if has_words:
         for name, function in (("Write", _write), ("Wait", _wait)):
@@ -58,7 +58,7 @@ def shadow_driver(gpu: ShadowGpu, *, has_words: bool, has_batch: bool) -> Iterat
 
 
 def _refusing(function: Callable[..., int]) -> Callable[..., int]:
-    """Return an error's code for a fault, which is kept: nothing is raised through native code."""
+    """Store a fault and return its error code, because nothing may raise through native code."""
 
     def call(*args: Any) -> int:
         try:

@@ -1,4 +1,4 @@
-"""The hybrid executor on the shadow device, by the real streams: everything but a model."""
+"""The hybrid executor on the shadow device with the real streams, without a model."""
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ SETTINGS = (
 def make_executor(
     store: HostStore, num_slots: int = 3, settings: PlannerSettings = FETCHING
 ) -> HybridExecutor:
-    """Return an executor on the GPU that is there, with the store pinned."""
+    """Return an executor on the current GPU, with the store pinned."""
     wall, streams = WallClock(), CudaStreams()
     device = CudaDevice(streams, TorchKernels(), on_busy=wall.add_gpu, is_watched=wall.is_watched)
     pin_store(store, device.pin, is_mapped=lambda tensor: False)
@@ -56,7 +56,7 @@ def make_executor(
 
 
 def run_steps(executor: HybridExecutor, store: HostStore, *, steps: int = 8) -> None:
-    """Run a prompt and steps on the GPU and on the CPU; every layer's result must be equal."""
+    """Run a prompt and steps on the GPU and on the CPU; assert that all results are equal."""
     alone, generator = CpuExecutor(store, CpuThreads(num_threads=1)), torch.Generator()
     outs, expected = list[Tensor](), list[Tensor]()
     generator.manual_seed(7)
@@ -72,6 +72,6 @@ def run_steps(executor: HybridExecutor, store: HostStore, *, steps: int = 8) -> 
 
 
 def on_gpu(executor: HybridExecutor, layer: int, call: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Execute a layer of tensors that are on the GPU, as a model has them."""
+    """Execute a layer whose tensors are on the GPU, as in a model."""
     hidden, index, weights = (tensor.to("cuda") for tensor in call)
     return executor.execute(layer, hidden, index, weights, FUNCTIONS)

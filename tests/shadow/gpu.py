@@ -1,9 +1,9 @@
-"""A simulated GPU: its memory, streams, captures and the thread that does launched work.
+"""A simulated GPU: its memory, streams, captures and the thread that runs launched work.
 
-torch's own operations are done at once, by the thread that calls them, as soon as what was launched
-before has ended. Kernels and graphs are done by a thread of the GPU's, so that they can wait for
-the host. Everything is checked when it is queued: where it lies, what it waits for, what is before
-it (`order`). A fault raises, and is kept as well, for code that tries things and goes on.
+torch's own operations run immediately on the calling thread, after all launched work. Kernels and
+graphs run on the GPU's thread, so that they can wait for the host. Each operation is checked when
+it is queued: where its memory is, what it waits for, what precedes it (`order`). A fault is raised,
+and also stored, because some code tries operations and continues.
 """
 
 import bisect
@@ -28,14 +28,14 @@ _ROUND = 512  # bytes: what an allocation is rounded up to
 
 
 class ShadowFaultError(AssertionError):
-    """What would be wrong on a GPU."""
+    """An error that would occur on a GPU."""
 
 
 class ShadowGpu:
     """One GPU, `cuda:0`."""
 
     def __init__(self, total_bytes: int = 8 << 30, seed: int = 0) -> None:
-        """Have so much memory; `seed` decides how late events seem."""
+        """Create a GPU with this much memory; `seed` decides how late events complete."""
         self.total_bytes = self.limit_bytes = total_bytes
         self.fraction = 1.0
         self.random = random.Random(seed)
@@ -57,7 +57,7 @@ class ShadowGpu:
 
     @property
     def stream(self) -> Any:
-        """The calling thread's current stream; None is the default one."""
+        """The calling thread's current stream; None is the default stream."""
         return getattr(self._local, "stream", None)
 
     @stream.setter
@@ -73,7 +73,7 @@ class ShadowGpu:
         return self._num_streams - 1
 
     def begin_work(self, what: str) -> Moment:
-        """Begin to queue something on the current stream, where that is allowed."""
+        """Begin to queue work on the current stream; raises if that is not allowed."""
         number, capture = self.stream_number, self.capture
         if capture is not None:
             if capture.thread != threading.get_ident():
@@ -84,13 +84,13 @@ class ShadowGpu:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the calling thread captures."""
+        """Whether the calling thread captures a graph."""
         return self.capture is not None and self.capture.thread == threading.get_ident()
 
     # Waits and faults.
 
     def fault(self, text: str) -> None:
-        """Raise a fault, with the place in Tandem's code."""
+        """Raise a fault that names the place in Tandem's code."""
         text = f"{text} ({where()})"
         self.faults.append(text)
         raise ShadowFaultError(text)
@@ -108,13 +108,13 @@ class ShadowGpu:
         self.order.learn(HOST, self.order.now(self.stream_number) if clock is None else clock)
 
     def has_waited(self) -> None:
-        """Let the host know that what it has waited for is done."""
+        """Record that the host has waited, so what it waited for is done."""
         self.order.learn(HOST, self.order.now(self.stream_number))
 
     # Memory.
 
     def memory_of(self, inner: Tensor) -> Memory:
-        """Return the device memory under a tensor's values; new memory counts from now on."""
+        """Return the device memory of a tensor's values; new memory is counted."""
         storage = inner.untyped_storage()
         start, size = storage.data_ptr(), storage.nbytes()
         found = self._memories.get(start)
@@ -127,7 +127,7 @@ class ShadowGpu:
         return found
 
     def take(self, num_bytes: int) -> None:
-        """Count memory that is taken; raises torch's error beyond the limit."""
+        """Count allocated memory; raises torch's error beyond the limit."""
         size = -(-num_bytes // _ROUND) * _ROUND
         if self.taken_bytes + size > self.total_bytes * self.fraction:
             raise torch.OutOfMemoryError(
@@ -142,7 +142,7 @@ class ShadowGpu:
             self.order.end(memory)
 
     def find(self, address: int) -> Memory | None:
-        """Return the device memory or pinned memory that has an address."""
+        """Return the device or pinned memory that contains an address."""
         pinned = self.pinned_at(address)
         if pinned is not None:
             return pinned
@@ -152,7 +152,7 @@ class ShadowGpu:
         return None
 
     def poison(self, inner: Tensor) -> None:
-        """Make new memory as unkind as it may be."""
+        """Fill new memory with values that reveal uninitialised reads."""
         if 0 < inner.nbytes <= _MOST_POISONED and inner.is_contiguous():
             inner.view(-1).view(torch.uint8).fill_(0xFF)
 
@@ -173,11 +173,11 @@ class ShadowGpu:
 
     @property
     def registered_bytes(self) -> int:
-        """Bytes that were pinned where they lay and are not unpinned yet."""
+        """The bytes that were pinned in place and not yet unpinned."""
         return sum(memory.num_bytes for _, memory, owner in self._pinned if owner is None)
 
     def pinned_at(self, address: int) -> Memory | None:
-        """Return the pinned memory that has an address."""
+        """Return the pinned memory that contains an address."""
         place = bisect.bisect_right(self._pinned, address, key=lambda each: each[0]) - 1
         if place >= 0:
             start, memory, _ = self._pinned[place]
@@ -186,7 +186,7 @@ class ShadowGpu:
         return None
 
     def use(self, tensor: Tensor, moment: Moment, what: str, *, writes: bool) -> None:
-        """Note that work reads or writes a tensor of values: the device's or pinned ones."""
+        """Record that work reads or writes a tensor in device or pinned memory."""
         if tensor.numel() == 0:
             return
         memory = self._memories.get(tensor.untyped_storage().data_ptr())
@@ -196,7 +196,7 @@ class ShadowGpu:
             self.order.use(memory, low, high, moment, f"{what} at {where()}", writes=writes)
 
     def queue(self, work: Callable[[], None], moment: Moment) -> None:
-        """Let the GPU's thread do some work."""
+        """Queue work for the GPU's thread."""
 
         def run() -> None:
             self.running = moment
@@ -205,7 +205,7 @@ class ShadowGpu:
         self.worker.put(run)
 
     def running_uses(self, tensor: Tensor, what: str) -> None:
-        """Note that the launched work that runs now reads memory that it found by its address."""
+        """Record that the running work reads memory that it found by address."""
         memory = self.find(tensor.data_ptr())
         if memory is None:
             self.fault(f"{what} reads memory at an address that is no slot's")
@@ -213,13 +213,13 @@ class ShadowGpu:
             self.order.use(memory, *extent(tensor), self.running, what, writes=False)
 
     def host_uses(self, tensor: Tensor, what: str, *, writes: bool) -> None:
-        """Note that the host reads or writes a tensor of its own, if it is pinned."""
+        """Record that the host reads or writes one of its tensors, if it is pinned."""
         if self._pinned and tensor.numel() and self.pinned_at(tensor.data_ptr()) is not None:
             self.use(tensor, self.order.next(HOST), what, writes=writes)
 
 
 class Worker:
-    """The thread that does what was launched, in order."""
+    """The thread that runs launched work in order."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -234,7 +234,7 @@ class Worker:
         self._works.put(work)
 
     def join(self, ticket: int | None = None) -> None:
-        """Wait until all, or the first so many works, are done; raises what one of them raised."""
+        """Wait for all work, or for the work up to `ticket`; raises what one of them raised."""
         if threading.current_thread() is self._thread:
             return
         wanted = self.num_queued if ticket is None else ticket
@@ -262,14 +262,14 @@ class Worker:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor's values, and that behind its last."""
+    """Return the address range of a tensor's values: first, and one past the last."""
     low = tensor.data_ptr()
     steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return low, low + (steps + 1) * tensor.element_size()
 
 
 def where() -> str:
-    """Return the innermost place in Tandem's code, or else in a test's."""
+    """Return the innermost place in Tandem's code, otherwise in a test's."""
     frames = [
         frame
         for frame in traceback.walk_stack(None)

@@ -1,4 +1,4 @@
-"""Triton's kernels on the shadow device: interpreted by its thread, on memory that it can reach."""
+"""Triton's kernels on the shadow device: interpreted by its thread, with checked memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from tests.shadow.twins import compute_experts
 
 @contextmanager
 def launched_kernels(*, has_twins: bool) -> Iterator[None]:
-    """Launch the kernels that are imported inside on the shadow device; experts' by `twins`."""
+    """Launch the kernels that are imported inside on the shadow device; `has_twins` for experts."""
     with interpreted() as patch:
         from triton.runtime import interpreter
 
@@ -28,11 +28,11 @@ def launched_kernels(*, has_twins: bool) -> Iterator[None]:
             ]
             given = [_reached(name, each) for each in args]
             named = {key: _reached(name, each) for key, each in kwargs.items()}
-            if "on_gpu" in named:  # instructions of a GPU's own, which nobody interprets
+            if "on_gpu" in named:  # GPU instructions that cannot be interpreted
                 named["on_gpu"] = False
 
             def work() -> None:
-                with np.errstate(all="ignore"):  # a GPU tells nobody of an infinity
+                with np.errstate(all="ignore"):  # a GPU does not report infinities
                     run(self, *given, **named)
 
             launch(name, work, uses)
@@ -46,7 +46,7 @@ def launched_kernels(*, has_twins: bool) -> Iterator[None]:
 
 
 def _reached(kernel: str, argument: Any) -> Any:
-    """Return a kernel's argument as its values; a fault for memory that a GPU cannot reach."""
+    """Return a kernel argument's values; a fault if a GPU cannot reach the memory."""
     if isinstance(argument, Shadow):
         return argument.held
     if isinstance(argument, Tensor) and argument.numel():

@@ -1,4 +1,4 @@
-"""Whole models on the shadow device, beside the same models on the CPU alone."""
+"""Whole models on the shadow device, beside the same models on the CPU."""
 
 import os
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ in_dry_gpu = pytest.mark.skipif(not IS_WHOLE, reason="interpreted for long: make
 
 
 class Spoken(NamedTuple):
-    """What a model says: of a text, of the steps of two slots."""
+    """A model's answers: to a text, and in the steps of two slots."""
 
     text: Tensor
     steps: list[Tensor]
@@ -45,9 +45,9 @@ class Spoken(NamedTuple):
 
 @contextmanager
 def quick_loads() -> Iterator[None]:
-    """Leave out what costs an interpreter minutes: kernels compiled ahead, and long trials.
+    """Skip what takes an interpreter minutes: compiling kernels ahead, and long trials.
 
-    `test_parts.py` measures a machine, compiles and tries a hand-over without it.
+    `test_parts.py` measures a machine, compiles and tries a hand-over without this.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_machine, "_run_all", lambda works, label, streams: None)
@@ -58,7 +58,7 @@ def quick_loads() -> Iterator[None]:
 
 
 def cpu_says(checkpoint: Path, **options: Any) -> Spoken:
-    """Return what a checkpoint says on the CPU alone."""
+    """Return a checkpoint's answers on the CPU."""
     model: Any = tandem.load(checkpoint, dtype="float32", threads=1, **options)
     try:
         return said(model, WholePool(Generator(model).slot_pool(2), PROMPTS))
@@ -67,7 +67,7 @@ def cpu_says(checkpoint: Path, **options: Any) -> Spoken:
 
 
 def said(model: Any, rows: WholePool) -> Spoken:
-    """Ask a model, on whatever device it is."""
+    """Return a model's answers on any device."""
     with torch.no_grad():
         text = model(torch.tensor([TEXT]).to(model.device)).logits.cpu()
     steps = [rows.prefill().cpu().clone()]
@@ -77,7 +77,7 @@ def said(model: Any, rows: WholePool) -> Spoken:
 
 @contextmanager
 def loaded(checkpoint: Path, directory: Path, **options: Any) -> Iterator[Any]:
-    """Load a checkpoint for the shadow device by `tandem.load`, half of its experts resident."""
+    """Load a checkpoint for the shadow device, with half of its experts resident."""
     given = {"dtype": "float32", **gpu_options(directory), **options}
     model: Any = tandem.load(checkpoint, **given)
     with closed_after(model):
@@ -85,7 +85,7 @@ def loaded(checkpoint: Path, directory: Path, **options: Any) -> Iterator[Any]:
 
 
 def gpu_options(directory: Path) -> dict[str, Any]:
-    """Return options of a GPU under whose made-up profile copies and both processors are used."""
+    """Return GPU options with a made-up profile that uses copies and both processors."""
     profile = directory / "made-up.json"
     if not profile.is_file():
         save_profile(make_machine(cpu=2e-4, gpu=4e-5, link=2e-4, dense=1e-4).profile, profile)
@@ -97,7 +97,7 @@ def gpu_options(directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def closed_after(model: Any, share: float = 0.5) -> Iterator[None]:
-    """Let a share of a model's experts be resident, and give the device back afterwards."""
+    """Make a share of a model's experts resident, and close the device afterwards."""
     executor = runtime_in(model).executor
     geometry = executor.cache.geometry
     executor.resize(int(share * geometry.num_layers * geometry.num_experts))
@@ -108,7 +108,7 @@ def closed_after(model: Any, share: float = 0.5) -> Iterator[None]:
 
 
 def assert_same(ours: Spoken, theirs: Spoken) -> None:
-    """Compare what a model says on both: routers of random weights may choose otherwise, seldom."""
+    """Compare answers; random routers may rarely choose differently."""
     for number, (found, expected) in enumerate(
         [(ours.text, theirs.text), *zip(ours.steps, theirs.steps, strict=True)]
     ):
@@ -126,9 +126,9 @@ def require_same_on_gpu(
     on_gpu: dict[str, Any],
     **options: Any,
 ) -> ShadowGpu:
-    """Load a tiny model of an architecture both ways, and compare all that it says.
+    """Load a tiny model of an architecture on both, and compare all answers.
 
-    `values` are of its config, `on_gpu` options of the one on the device.
+    `values` override config values; `on_gpu` are options of the GPU's model.
     """
     checkpoint = save_tiny_checkpoint(directory / name, name, **(values or {}))
     expected = cpu_says(checkpoint, **options)
@@ -146,9 +146,9 @@ def require_same_on_gpu(
 
 
 def require_same_without_slots(name: str, directory: Path) -> None:
-    """As `require_same_on_gpu`, of a text.
+    """Compare like `require_same_on_gpu`, for a text without slots.
 
-    Without kernels: none are launched but the experts', which torch does sooner.
+    No kernels are launched except the experts', which torch computes faster.
     """
     checkpoint = save_tiny_checkpoint(directory / name, name)
 
@@ -163,8 +163,8 @@ def require_same_without_slots(name: str, directory: Path) -> None:
 
 
 def require_steps_without_waits(gpu: ShadowGpu, rows: WholePool) -> None:
-    """A captured step is queued without a wait that is not meant."""
-    for token in range(8):  # of random weights, some results differ before the others are trusted
+    """Assert that a captured step is queued without unintended waits."""
+    for token in range(8):  # with random weights, some results differ before the others are trusted
         if not rows.step.has_settled:
             rows.decode([token + 50, token + 60])
     assert rows.step.is_replaying, rows.step.why_not

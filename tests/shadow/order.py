@@ -1,8 +1,8 @@
-"""What is known to be done before what: clocks of streams and host, and who used which bytes.
+"""Checks the order of work: clocks of streams and host, and which work used which bytes.
 
-A stream's work is ordered behind what was queued on it, behind what the host knew when it queued
-it, and behind events that it waited for. Two uses of the same bytes, one of them a write, must be
-ordered by that. Work is done at once here, so an event that is left out shows by nothing else.
+A stream's work comes after work queued before it, after what the host knew when it queued the work,
+and after events it waited for. Two uses of the same bytes, one of them a write, must be ordered in
+this way. Work runs immediately here, so a missing event shows in no other way.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ Clock = dict[int, int]
 
 
 class Moment(NamedTuple):
-    """One piece of work of an actor, and all that is known to be done before it."""
+    """One piece of an actor's work, and all work known to precede it."""
 
     actor: int
     tick: int
@@ -38,12 +38,12 @@ class Use(NamedTuple):
 
 
 class Memory:
-    """Bytes of the device, or pinned bytes of the host, with who has used them."""
+    """Bytes of the device, or pinned bytes of the host, and their uses."""
 
     def __init__(
         self, start: int, num_bytes: int, home: int, on_end: Callable[["Memory"], None] | None
     ) -> None:
-        """Lie at an address; `home` is the stream it was taken on, to which it goes back."""
+        """Create memory at an address; `home` is the stream that allocated it and gets it back."""
         self.start, self.num_bytes, self.home = start, num_bytes, home
         self.uses: list[Use] = []
         self.noted_for: set[int] = set()  # streams of `record_stream`
@@ -59,12 +59,12 @@ class Order:
     """The clocks of all actors."""
 
     def __init__(self, fault: Callable[[str], None]) -> None:
-        """Tell `fault` of what is in no order."""
+        """Create the clocks; `fault` is called for unordered work."""
         self._clocks: defaultdict[int, Clock] = defaultdict(dict)
         self._fault = fault
 
     def next(self, actor: int) -> Moment:
-        """Begin a piece of work that the host queues now, or does itself."""
+        """Begin a piece of work that the host queues or does itself."""
         clock = self._clocks[actor]
         if actor != HOST:
             self.learn(actor, self._clocks[HOST])
@@ -72,11 +72,11 @@ class Order:
         return Moment(actor, clock[actor], dict(clock))
 
     def now(self, actor: int) -> Clock:
-        """Return what is before whatever an actor does next."""
+        """Return what precedes an actor's next piece of work."""
         return dict(self._clocks[actor])
 
     def learn(self, actor: int, clock: Clock) -> None:
-        """Let all that an actor does from now on be behind what a clock knows."""
+        """Order an actor's later work after everything that a clock knows."""
         known = self._clocks[actor]
         for other, tick in clock.items():
             known[other] = max(known.get(other, 0), tick)
@@ -84,7 +84,7 @@ class Order:
     def use(
         self, memory: Memory, low: int, high: int, moment: Moment, what: str, *, writes: bool
     ) -> None:
-        """Note that some work uses bytes; a fault where it is not ordered with an earlier use."""
+        """Record a use of bytes; a fault if it is not ordered with an earlier use."""
         kept = []
         for use in memory.uses:
             overlaps = use.low < high and low < use.high
@@ -100,7 +100,7 @@ class Order:
         memory.uses = kept
 
     def end(self, memory: Memory) -> None:
-        """Give memory back to its home stream: a fault if another may still be at it."""
+        """Return memory to its home stream; a fault if another stream may still use it."""
         home = self._clocks[memory.home]
         known = {**home}
         for other, tick in self._clocks[HOST].items():

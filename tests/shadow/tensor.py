@@ -1,4 +1,4 @@
-"""Tensors that say `cuda:0`, hold values of the host, and refuse what a GPU refuses."""
+"""Tensors that say `cuda:0`, hold host values, and refuse what a GPU refuses."""
 
 import functools
 import sys
@@ -17,7 +17,7 @@ from tests.shadow.order import Memory
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-# The GPU whose tensors there are: operations have no other way to find it.
+# The current GPU: operations have no other way to find it.
 _PRESENT: list[ShadowGpu] = []
 
 _COPIES = {"copy_", "_to_copy"}
@@ -27,7 +27,7 @@ _WAITING = {
     "unique_consecutive", "equal", "is_nonzero", "bincount", "repeat_interleave",
 }  # fmt: skip
 _ALLOCATING = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
-# Who may know where memory of the device lies: its address is of no use to the host.
+# Code that may read a device address, which is useless on the host.
 _MAY_ASK_ADDRESSES = (
     "tandem.devices.cuda",
     "tandem.experts.cache",
@@ -41,7 +41,7 @@ _MAY_ASK_ADDRESSES = (
 
 
 def present() -> ShadowGpu:
-    """Return the GPU that is there."""
+    """Return the current GPU."""
     return _PRESENT[-1]
 
 
@@ -118,20 +118,20 @@ class Shadow(Tensor):
 
 
 class ShadowMode(TorchDispatchMode):
-    """Meets every operation of a thread, so that `device="cuda"` makes tensors of the GPU."""
+    """Intercepts every operation of a thread, so that `device="cuda"` makes GPU tensors."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if (parts := _parts(function)) is not None:
-            with self:  # which must go on meeting the GPU
+            with self:  # which must continue to be intercepted
                 return parts(*args, **kwargs)
         return operate(function, args, kwargs)
 
 
 class _Devices(TorchFunctionMode):
-    """Knows which device a number is, which torch asks the build for."""
+    """Converts device numbers to devices, for which torch would need a CUDA build."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -141,7 +141,7 @@ class _Devices(TorchFunctionMode):
         kwargs = kwargs or {}
         if type(kwargs.get("device")) is int:
             kwargs = {**kwargs, "device": CUDA}
-        if function is torch.tensor:  # of numbers on the GPU, for each of which the host waits
+        if function is torch.tensor:  # of numbers on the GPU; the host waits for each
             args = tree_map_only(Shadow, lambda each: each.item(), args)
         if function is Tensor.to and len(args) > 1 and type(args[1]) is int:
             args = args[0], CUDA, *args[2:]
@@ -150,13 +150,13 @@ class _Devices(TorchFunctionMode):
 
 @contextmanager
 def met() -> Iterator[None]:
-    """Let a thread's operations meet the GPU."""
+    """Intercept a thread's operations while the context is open."""
     with ShadowMode(), _Devices():  # type: ignore[no-untyped-call]
         yield
 
 
 def operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation of torch where its tensors are."""
+    """Run an operation of torch on its tensors' device."""
     if (parts := _parts(function)) is not None:
         return parts(*args, **kwargs)
     name, device = function._schema.name.partition("::")[2], kwargs.get("device")
@@ -185,10 +185,10 @@ def operate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _wrapped(results, args, kwargs)
 
 
-@torch.inference_mode(False)  # values are ordinary tensors; what wraps them is what it would be
+@torch.inference_mode(False)  # values are ordinary tensors; their wrappers are GPU tensors
 @torch.no_grad()
 def on_device(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do or note an operation on the values, in the order of the current stream."""
+    """Run or record an operation on the values, in the current stream's order."""
     gpu = present()
     moment = gpu.begin_work(name)
     inner_args, inner_kwargs = tree_map_only(Shadow, lambda each: each.held, (args, kwargs))
@@ -237,7 +237,7 @@ def _on_host(
 
 
 def pinned(memory: Tensor) -> Tensor:
-    """Make new memory of the host pinned."""
+    """Return a new pinned host tensor."""
     gpu, storage = present(), memory.untyped_storage()
     if storage.nbytes():
         gpu.pin(storage.data_ptr(), storage.nbytes(), owner=memory)  # its address is not used again
@@ -276,7 +276,7 @@ def _copy(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _between(gpu: ShadowGpu, goes: bool, source: Tensor, target: Tensor, is_async: bool) -> None:
-    """Check a copy: from the host and to it only in pinned memory does the host go on."""
+    """Check a copy between host and device; it is asynchronous only with pinned memory."""
     if isinstance(source, Shadow) and (isinstance(target, Shadow) and goes):
         return
     host = source if goes else target
@@ -336,7 +336,7 @@ def _wrapped(results: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.cache
 def _effects(function: Any) -> tuple[tuple[int | str, ...], bool]:
-    """Return which arguments an operation writes, by place or name, and whether it is a view."""
+    """Return the arguments that an operation writes, and whether it is a view."""
     schema = function._schema
     written = tuple(
         argument.name if argument.kwarg_only else place
@@ -359,9 +359,9 @@ def _uses(function: Any, args: Any, kwargs: Any, written: tuple[int | str, ...])
 
 @functools.cache
 def _parts(function: Any) -> Any:
-    """Return what an operation is made of, if it is others together: Tandem's own, and torch's.
+    """Return a composite operation's own implementation: Tandem's, or torch's.
 
-    In inference mode torch hands these over whole.
+    In inference mode torch does not decompose them.
     """
     from torch._library.custom_ops import OPDEFS
 

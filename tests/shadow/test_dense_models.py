@@ -1,4 +1,4 @@
-"""Dense models on a simulated GPU: all of one lies there, or it is refused before it is read."""
+"""Tests of dense models on a simulated GPU: entirely there, or refused before reading."""
 
 import gc
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A model that an interpreter steps in seconds."""
+    """A model that is small enough for an interpreter."""
     values = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     model = build_tiny_dense_model("qwen3", class_name="Qwen3ForCausalLM", values=values)
     model.save_pretrained(tmp_path / "small")
@@ -145,7 +145,7 @@ def test_transformers_loads_it_by_a_users_own_device_map(checkpoint: Path) -> No
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nothing be brought to the GPU."""
+    """Assert that nothing is copied to the GPU."""
 
     def fail(*_: object) -> None:
         raise AssertionError("it was read")

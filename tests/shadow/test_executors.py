@@ -1,4 +1,4 @@
-"""The hybrid executor by CUDA's streams, events and copies: every order is kept by events."""
+"""Tests of the hybrid executor with CUDA's streams, events and copies: events order all."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_whatever_is_copied_events_keep_the_order(
 
 
 def test_a_layer_waits_once_for_its_router(store: HostStore) -> None:
-    """By an event, which torch lets pass; any other wait raises."""
+    """It waits for an event, which torch allows; any other wait raises."""
     with shadow_gpu(kernels="none"):
         executor = make_executor(store)
         run_steps(executor, store, steps=2)

@@ -1,4 +1,4 @@
-"""Mistakes that a GPU punishes late, planted one by one: the shadow device finds each."""
+"""Tests with planted mistakes that a GPU would punish late: the shadow device finds each."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -100,7 +100,7 @@ def a_download_that_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
             return getattr(self._event, name)
 
         def synchronize(self) -> None:
-            """Go on."""
+            """Do nothing."""
 
     def record(self: CudaStreams, stream: Stream, *, is_timed: bool = False) -> Any:
         event = right(self, stream, is_timed=is_timed)
@@ -210,7 +210,7 @@ def test_an_index_on_the_host_is_found(gpu: ShadowGpu) -> None:
 
 
 def test_a_graph_that_reads_what_was_given_back_is_found(gpu: ShadowGpu) -> None:
-    """Weights that a recording has made are its own: a captured step must keep the recording."""
+    """A recording owns the weights it has made, so a captured step must keep the recording."""
     x = torch.ones(4, device=CUDA)
 
     def run(kept: list[Any]) -> list[Tensor]:
@@ -257,7 +257,7 @@ def test_a_launch_while_another_thread_captures_is_found(gpu: ShadowGpu) -> None
 
 
 def test_work_on_another_stream_in_a_capture_is_found(gpu: ShadowGpu) -> None:
-    """Its memory would not be the graph's."""
+    """Its memory would not belong to the graph."""
     x, streams = torch.zeros(4, device=CUDA), CudaStreams()
     with pytest.raises(ShadowFaultError, match="in a capture of"):
         in_a_capture(lambda: streams.run(Stream.AHEAD, partial(_add_to, x)))
@@ -275,11 +275,11 @@ def test_a_hand_over_that_does_not_wait_is_found_by_its_trial() -> None:
 
         class WaitsForNothing(StreamSignals):
             def wait(self, done: Tensor) -> None:
-                """Let the stream go on."""
+                """Do nothing."""
 
         class QuickStreams(CudaStreams):
             def record(self, stream: Stream, *, is_timed: bool = False) -> Any:
-                gpu.worker.join()  # nothing holds it up
+                gpu.worker.join()  # nothing blocks it
                 return super().record(stream, is_timed=is_timed)
 
         driver = hand_over_trial.open_driver()  # type: ignore[attr-defined]
@@ -293,7 +293,7 @@ def test_a_hand_over_that_does_not_wait_is_found_by_its_trial() -> None:
 
 
 def test_a_doorbell_without_a_fence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a kernel that rings itself, `test_triton_attention.py` looks for it in the code."""
+    """For a kernel that rings itself, `test_triton_attention.py` checks the code."""
     pytest.importorskip("triton")
     monkeypatch.setattr(signals, "_BEHIND_ALL", 1)
     with shadow_gpu() as gpu:
@@ -306,7 +306,7 @@ def test_a_doorbell_without_a_fence_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_a_capture_has_made_outside_its_pool_is_found(gpu: ShadowGpu) -> None:
-    """A result that nobody keeps goes with the pool; one of another capture's goes before it."""
+    """Here the second capture reads a result of the first one after both were released."""
     x = torch.ones(4, device=CUDA)
     first, second = CudaCapture(CUDA), CudaCapture(CUDA)
     made, replays = [x], list[Callable[[], None]]()

@@ -1,4 +1,4 @@
-"""Models of each kind, loaded for a simulated GPU, say what they say on the CPU."""
+"""Tests of each kind of model on a simulated GPU, against the CPU's answers."""
 
 from pathlib import Path
 
@@ -23,12 +23,12 @@ KINDS = {
     "qwen3_5_moe": 4,  # states, and weights that a recording makes
 }
 """With numbers of layers that have all there is between two that hand over."""
-# Text passes experts for images by, or a norm stands behind experts: their layers break the graph.
+# Text skips experts for images, or a norm follows the experts: their layers break the graph.
 NOT_HANDED = {"ernie4_5_vl_moe", "muse_spark"}
-# Layers that are passed again magnify how experts round: to what a captured step may be off, a
-# hundredth, at random weights.
+# Layers that run twice magnify the experts' rounding: the tolerance of a captured step, a
+# hundredth, with random weights.
 TOO_ROUGH = {"inkling2_loop"}
-# Kernels of a step beside what all have.
+# Kernels of a step beside the common ones.
 STREAMS = {"multiply_streams", "weigh_streams"}
 OWN = {
     "deepseek_v4": STREAMS
@@ -40,14 +40,14 @@ OWN = {
 IN_SLOTS = set(architectures()) - NOT_GENERATING_UPSTREAM - NOT_TOKEN_BY_TOKEN
 
 
-# In `make test`: one that writes in blocks, one that has no cache.
+# In `make test`: one that generates in blocks, one without a cache.
 FEW = ["diffusion_gemma", "openai_privacy_filter"]
 WITHOUT_SLOTS = sorted(set(architectures()) - IN_SLOTS) if IS_WHOLE else FEW
 
 
 @pytest.mark.parametrize("name", sorted(IN_SLOTS - TOO_ROUGH) if IS_WHOLE else KINDS)
 def test_a_model_says_the_same_on_a_gpu(name: str, tmp_path: Path) -> None:
-    """Its decode steps are one graph each, whose missing experts the host computes."""
+    """Its decode steps are one graph each, and the host computes missing experts."""
     values = None if IS_WHOLE else {"num_hidden_layers": KINDS[name]}
     gpu = require_same_on_gpu(
         name, tmp_path, values=values, expert_dtype="mxfp4", on_gpu={"assignment": "ready-on-gpu"}
@@ -70,7 +70,7 @@ def test_a_model_that_fetches_and_copies_ahead_within_its_steps_says_the_same_on
 def test_a_model_that_asks_routers_within_its_steps_says_the_same_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels that ask are launched with what lies on the device."""
+    """The kernels that ask are launched on tensors of the device."""
     monkeypatch.setattr(
         parts, "settled", lambda settings, *_, **__: settings.with_predictions((), CAPTURE_SIZES)
     )

@@ -1,4 +1,4 @@
-"""The parts of device `cuda` that a whole model seldom comes to: each choice, each way back."""
+"""Tests of rarely used parts of device `cuda`: each choice, each fallback."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_a_capture_that_is_abandoned_leaves_nothing() -> None:
             x.add_(1)
             capture.abandon()
         assert gpu.capture is None
-        assert x.cpu().tolist() == [0, 0, 0, 0]  # what was captured was not done
+        assert x.cpu().tolist() == [0, 0, 0, 0]  # captured work has not run
         with on_capture_stream(capture):
             capture.begin()
             x.add_(1)
@@ -229,7 +229,7 @@ def test_where_all_experts_are_resident_nothing_is_handed_over(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_slots_change_in_number_after_captured_steps(tmp_path: Path) -> None:
-    """What steps knew of the slots before is not written into those after."""
+    """Steps must not write state of the earlier slots into the new ones."""
     pytest.importorskip("triton")
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe", num_hidden_layers=2)
     options = {"expert_dtype": "mxfp4", "assignment": "ready-on-gpu"}

@@ -1,4 +1,4 @@
-"""The ways in which a model comes to a GPU, and those in which it is used there."""
+"""Tests of the ways to load a model for a GPU, and to use it there."""
 
 import multiprocessing
 import threading
@@ -117,7 +117,7 @@ def test_experts_on_a_disk_come_to_the_gpu_out_of_pinned_slots(tmp_path: Path) -
 
 
 def rows_of(slots: Any) -> Tensor:
-    """Return what a model says after a prompt and after each of some tokens."""
+    """Return the logits after a prompt and after each of some tokens."""
     rows = [slots.prefill({0: PROMPTS[0]}).cpu().clone()]
     rows += [slots.decode({0: token}).cpu().clone() for token in TOKENS]
     return torch.cat(rows)
@@ -127,9 +127,9 @@ def rows_of(slots: Any) -> Tensor:
 def test_experts_that_tokens_choose_are_copied_to_the_gpu_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, decode_graph: bool
 ) -> None:
-    """Of prompts and planned steps too, and no others: all layers are routed so.
+    """Prompts and planned steps copy exactly these experts; all layers are routed by token.
 
-    The kernels that attend are not what is looked at, and are interpreted for long.
+    Attention's kernels are not tested here, because they are slow when interpreted.
     """
     monkeypatch.setattr(attention, "compressed_kernels", lambda device: None)
     values: dict[str, Any] = {
@@ -171,7 +171,7 @@ def experts_of(event: LayerExecuted) -> Sequence[int]:
 def test_transformers_loads_it_by_a_users_own_device_map(
     device_map: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No tensor of a layer's experts comes to the GPU, nor anything before the dense parts."""
+    """No experts' tensor is copied to the GPU, and nothing before the dense parts."""
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "granitemoe")  # experts that are fused
     expected = logits_of(tandem.load(checkpoint, dtype="float32"))
     taken = list[int]()
@@ -205,7 +205,7 @@ def ids_of(answers: Any) -> list[list[int]]:
 
 
 def endless(model: Any) -> Any:
-    """Let a model write as many tokens as it is asked for."""
+    """Disable the end token, so that a model generates all requested tokens."""
     model.generation_config.eos_token_id = None
     return model
 
@@ -265,7 +265,7 @@ def test_images_are_read_on_the_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_states_and_prompts_are_taken_up_again(tmp_path: Path) -> None:
-    """From a slot's checkpoints, which lie on the host."""
+    """They continue from a slot's checkpoints on the host."""
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "lfm2_moe")
     alone = tandem.load(checkpoint, dtype="float32", threads=1)
     options = {**GREEDY, "max_new_tokens": 4}
@@ -289,7 +289,7 @@ def test_delays_of_a_projection_lie_on_the_gpu(tmp_path: Path) -> None:
 
 
 def test_a_servers_engine_answers_requests_that_come_and_go(tmp_path: Path) -> None:
-    """Two share its steps; the third begins like the first, which it finds in a slot."""
+    """Two requests share steps; the third has the first one's prefix, which a slot still has."""
     ours, theirs = multiprocessing.Pipe()
     prompts = LONG[:40], [50, 51, 52], [*LONG[:40], 50]
     options = SamplingOptions(max_new_tokens=8, temperature=0.0)

@@ -1,4 +1,4 @@
-"""`torch.cuda` of the shadow device: streams, events, memory, and the driver's registrations."""
+"""`torch.cuda` of the shadow device: streams, events, memory, driver registrations."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ from tests.shadow.order import HOST, Clock
 from tests.shadow.tensor import CUDA, present
 
 _MODES = ("default", "warn", "error")
-# An event that the host does not know to have passed seems so once in so many looks.
+# An event that the host does not know to have passed reports so once in this many queries.
 _LOOKS = 3
 
 
@@ -38,7 +38,7 @@ class ShadowEvent:
         self.seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """Whether it has passed: seldom, unless the host knows it, as on a GPU that is busy."""
+        """Return whether it has passed: rarely, unless the host knows it, as on a busy GPU."""
         gpu = present()
         if self._clock is None:
             return True
@@ -144,7 +144,7 @@ class _Runtime:
 
 
 def replacements(gpu: ShadowGpu, capability: tuple[int, int]) -> dict[str, Any]:
-    """Return what stands in `torch.cuda` by its name."""
+    """Return the replacements for names in `torch.cuda`."""
     properties = SimpleNamespace(
         name="shadow", major=capability[0], minor=capability[1], multi_processor_count=1,
         total_memory=gpu.total_bytes, L2_cache_size=1 << 16, warp_size=32,

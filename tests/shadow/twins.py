@@ -1,4 +1,4 @@
-"""Torch in the place of kernels that take their interpreter long: the experts' matrices."""
+"""Torch in place of kernels that are slow to interpret: the experts' matrices."""
 
 import ctypes
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tests.shadow.tensor import Shadow, present
 
 
 def compute_experts(interpreted: Callable[..., None]) -> Callable[..., None]:
-    """Return `TritonExperts.compute` as one launch of torch; `interpreted` is it with kernels."""
+    """Return `TritonExperts.compute` as one torch launch; `interpreted` is the original."""
 
     def compute(
         self: Any,
@@ -52,7 +52,7 @@ def compute_experts(interpreted: Callable[..., None]) -> Callable[..., None]:
 
 
 def _image(address: int, num_bytes: int) -> Tensor:
-    """Return the expert at an address, which the running launch reads."""
+    """Return the expert at an address, as a read by the running launch."""
     memory = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
     present().running_uses(memory, "experts")
     return memory

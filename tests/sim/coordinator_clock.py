@@ -1,8 +1,8 @@
-"""A virtual clock on which copies go as a coordinator's copying thread has them.
+"""A virtual clock whose copies have the order of a coordinator's copying thread.
 
-That is not the order in which they are planned (docs/decisions/0016): fetches go ahead of all that
-has not begun; a slot from which an expert leaves is written from the next step's first doorbell on;
-what is not fetched is submitted behind the layer's answer. A copy that has begun is ended first.
+That is not the order in which they are planned (docs/decisions/0016): fetches precede all copies
+that have not begun; the slot of an evicted expert is written from the next step's first doorbell
+on; other copies are submitted after the layer's answer. A copy that has begun finishes first.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ class CoordinatorClock(Timeline):
     """CPU, GPU and link while captured steps are answered."""
 
     def __init__(self, profile: HardwareProfile, shape: ShapeCosts) -> None:
-        """Start with everything idle, between steps."""
+        """Start idle, between steps."""
         super().__init__(profile, shape)
         self._waiting: deque[_Waiting] = deque()
         self._step = 0
@@ -32,13 +32,13 @@ class CoordinatorClock(Timeline):
         self._has_rung = False
 
     def issue(self, copies: tuple[Copy, ...]) -> None:
-        """Begin a step, ahead of which nothing is copied."""
+        """Begin a step, before which nothing is copied."""
         assert not copies
         self._step += 1
         self._has_rung = False
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Yield the copies of which the copying thread has told by now."""
+        """Yield the copies that the copying thread has reported by now."""
         self._copy_waiting(self.now)
         wake = self.costs.copy_wake
         while self._under_way and self._under_way[0].seconds + wake <= self.now:
@@ -73,7 +73,7 @@ class CoordinatorClock(Timeline):
         self.gpu_busy += held + fetched
 
     def _copy_waiting(self, until: float) -> None:
-        """Begin what may begin before a moment."""
+        """Begin the copies that may begin before a time."""
         while self._waiting:
             copy, ready, step = self._waiting[0]
             if step > self._step or (step == self._step and not self._has_rung):

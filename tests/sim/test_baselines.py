@@ -1,4 +1,4 @@
-"""What the papers' released code does: HybriMoE's constants, paper 2's cache of some layers."""
+"""Tests of the papers' released code: HybriMoE's constants, paper 2's cache of some layers."""
 
 from tandem.policy.assignment.baselines import HybriMoe
 from tandem.policy.assignment.problem import LayerProblem, pipeline_seconds

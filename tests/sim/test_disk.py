@@ -1,4 +1,4 @@
-"""Experts on a disk on the virtual clock: times by hand, bounds, and more memory is not slower."""
+"""Tests of experts on a disk on the virtual clock: times by hand, bounds, monotonicity."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def costs(num_experts: int = 8, top_k: int = 2, layers: int = 1) -> ShapeCosts:
 
 
 def trace_of(*tokens: Sequence[Sequence[int]], num_experts: int = 8) -> RoutingTrace:
-    """One sequence; each token says its experts by layer."""
+    """Return a trace of one sequence; each token lists its experts by layer."""
     experts = np.array(tokens, dtype=np.uint16)
     count, layers, top_k = experts.shape
     return RoutingTrace(
@@ -60,7 +60,7 @@ def replayed(trace: RoutingTrace, share: float, prompt: int = 0) -> DiskTally:
 
 
 def test_experts_are_computed_as_they_come() -> None:
-    """Both absent: each waits for its read. One absent: the other is computed meanwhile."""
+    """With both absent, each waits for its read; with one absent, the other is computed first."""
     first = DENSE + 2 * READ + CPU
     assert replayed(trace_of([[0, 1]]), 0.5).decode_seconds == first
     tally = replayed(trace_of([[0, 1]], [[1, 2]], [[2, 1]]), 0.5)
@@ -75,7 +75,7 @@ def test_a_layers_reads_begin_when_the_layer_above_is_done() -> None:
 
 
 def test_a_prompt_reads_the_next_layer_while_one_is_computed() -> None:
-    """40 tokens of the same experts: 40 CPU seconds for each, longer than a read takes."""
+    """40 tokens with equal experts take 40 CPU seconds each, longer than a read."""
     tokens = 40
     tally = replayed(trace_of(*[[[0, 1], [2, 3]]] * tokens), 0.5, prompt=tokens)
     of_expert = tokens * CPU
@@ -88,7 +88,7 @@ def test_a_prompt_reads_the_next_layer_while_one_is_computed() -> None:
 
 
 def test_reads_of_layers_by_token_begin_with_the_step() -> None:
-    """The first layer's, behind which the second's follow at once: no layer waits for one."""
+    """The first layer's reads come first, the second's follow at once; no layer waits for one."""
     trace = trace_of([[0, 1], [2, 3], [4, 5]])
     known = dataclasses.replace(trace, meta=dataclasses.replace(trace.meta, by_token=(0, 1)))
     tally = replayed(known, 0.5)

@@ -1,4 +1,4 @@
-"""The optimum of overlapped copies against every subset and every order of copies."""
+"""Tests of the optimum of overlapped copies, against all subsets and orders of copies."""
 
 import itertools
 

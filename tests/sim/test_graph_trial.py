@@ -1,4 +1,4 @@
-"""The trial of steps in one graph: which sizes fetch, the same for every caller."""
+"""Tests of the trial of steps in one graph: which sizes fetch, equal for all callers."""
 
 import dataclasses
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_steps_fetch_where_copies_cost_next_to_nothing_and_not_where_they_cost_m
 
 
 def test_more_rows_pay_where_fewer_do_not() -> None:
-    """With more tokens more is missed, and one copy serves several tokens."""
+    """With more tokens there are more misses, and one copy serves several tokens."""
     assert fetching_sizes()
     assert fetching_sizes() == CAPTURE_SIZES[-len(fetching_sizes()) :]
 
@@ -77,7 +77,7 @@ def test_steps_copy_ahead_where_that_pays_in_slots_that_are_there(assignment: st
 
     quick: dict[str, Any] = {"link_seconds_per_expert": 5e-5}
     assert predicting_sizes(**quick) == CAPTURE_SIZES
-    assert predicting_sizes(link_seconds_per_expert=0.1) == ()  # none would come in time
+    assert predicting_sizes(link_seconds_per_expert=0.1) == ()  # none would arrive in time
     assert predicting_sizes(**quick, copy_wake_seconds=0.1) == ()
     without_slots = dataclasses.replace(usual, copies_prompts=False)
     assert predicting_sizes(without_slots, **quick) == ()

@@ -1,4 +1,4 @@
-"""Cache replays: known sequences, and Belady as a bound that nothing beats."""
+"""Tests of cache replays: known sequences, and Belady as an upper bound."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def test_belady_bypasses_what_comes_last() -> None:
 
 
 def best_by_search(sequence: list[list[LayerLoad]], slots: int) -> float:
-    """The highest hit rate of all demand-filled caches, by trying every content."""
+    """Return the highest hit rate of all demand-filled caches, by trying every content."""
     reachable: dict[frozenset[int], int] = {frozenset(): 0}
     demands = 0
     for layers in sequence:

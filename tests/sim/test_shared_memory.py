@@ -1,4 +1,4 @@
-"""A link as fast as the memory that it shares with the CPU: prompts are not slower for the CPU."""
+"""Tests of a link as fast as the memory that it shares: prompts do not become slower."""
 
 import dataclasses
 

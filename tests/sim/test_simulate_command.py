@@ -1,4 +1,4 @@
-"""`tandem simulate` from the outside: the last line, the lists, and one sentence per mistake."""
+"""Tests of `tandem simulate` as a command: last line, lists, one sentence per error."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Whole simulations on pieces of the real traces: keys, dumps, bounds, and the table's promises."""
+"""Tests of whole simulations on parts of real traces: keys, dumps, bounds, documented results."""
 
 import dataclasses
 import io
@@ -78,7 +78,7 @@ def test_a_dump_is_enough_to_recompute_the_numbers(trace: RoutingTrace) -> None:
 
 
 def on_machines(*values: float) -> list[Any]:
-    """Return `values` of each machine: of a quick and a slow link's in each test run."""
+    """Return parameters for each machine; all but two machines are marked slow."""
     return [
         pytest.param(
             name, *values, marks=() if name in ("desktop-16gb", "laptop-8gb") else pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Drafted tokens on traces: sequences come as far as they would, and wrong drafts only cost."""
+"""Tests of drafted tokens on traces: complete sequences, and wrong drafts only cost."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ LENGTHS = [40, 25, 31]
 def steps_of(
     one: RoutingTrace, drafter: str, length: str, batch: int = 1
 ) -> tuple[list[int], TraceSpeculation]:
-    """Return how many tokens each decode step brings; a step takes a second and .2 a draft."""
+    """Return the tokens of each decode step; a step takes a second plus .2 a draft."""
     profile = load_profile("laptop-8gb")
     clock = Timeline(profile, profile.shapes[0])
     decoding = TraceSpeculation(

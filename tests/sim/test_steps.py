@@ -1,4 +1,4 @@
-"""Traces cut into steps: every token at most once, full batches, prompts first."""
+"""Tests of traces cut into steps: each token at most once, full batches, prompts first."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Lanes on the virtual clock, checked by hand."""
+"""Tests of CPU, GPU and link on the virtual clock, checked by hand."""
 
 import dataclasses
 from typing import Any
@@ -62,7 +62,7 @@ def test_a_layer_that_is_launched_twice_waits_for_all_before_what_it_fetched() -
     load = LayerLoad(0, (1, 2, 3, 4), (1, 1, 1, 1))
     twice = plan(gpu=(1,), fetch=copies, cpu=(4,), launches=TWICE)
     clock.run(load, twice)
-    # A thread wakes up, two copies follow each other, it hears of them; then one launch of both.
+    # A thread wakes up, two copies follow each other, it is notified; then one launch of both.
     assert clock.now == 0.5 + 2 * 2.0 + 0.5 + 0.0625 + 2 * 0.25
     assert (clock.cpu_busy, clock.gpu_busy, clock.link_busy) == (1.125, 0.75, 4.0)
     before = clock.now

@@ -1,4 +1,4 @@
-"""Traces round trip; each way in which a file can be wrong is named in one sentence."""
+"""Tests of traces: round trip, and one sentence for each kind of damage."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The systems that are compared, with the same shape or file."""
+"""The compared systems, with the same shape or file."""
 
 from benchmarks.generation.systems.setting import ShapeSetting
 from benchmarks.generation.systems.tandem_model import PackedTandem

@@ -1,4 +1,4 @@
-"""What systems are asked of a shape, whose weights they make up."""
+"""The settings of systems that run a shape with random weights."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from tandem.bench.peers.setting import Setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeSetting(Setting):
-    """A shape beside the file that is written of it."""
+    """A shape, and the file that is written from it."""
 
     shape: str
     layers: int

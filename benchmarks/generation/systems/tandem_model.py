@@ -9,10 +9,10 @@ from tandem.hf.config import OffloadConfig
 
 
 class PackedTandem(Tandem):
-    """The shape in formats of Tandem's own, with random weights."""
+    """The shape in Tandem's formats, with random weights."""
 
     def __init__(self, setting: ShapeSetting, shape: ModelShape | None = None) -> None:
-        """Build the model straight in packed form: of a shape, or that of the setting's name."""
+        """Build the model directly in packed form, for a shape or for the setting's shape."""
         offload = OffloadConfig(
             expert_dtype=setting.expert_dtype, threads=setting.threads, isa=setting.isa or None
         )

@@ -1,4 +1,4 @@
-"""Transformers alone: a shape in bf16 with random weights, all of it on torch."""
+"""Transformers alone: a shape in bf16 with random weights, all of it computed by torch."""
 
 import statistics
 import time
@@ -16,10 +16,10 @@ _PART = 512  # tokens of a prompt that are computed at once
 
 
 class TorchModel:
-    """The model's own code, with the grouped products that Transformers has for experts."""
+    """The model's own code, with Transformers' grouped products for experts."""
 
     def __init__(self, setting: ShapeSetting) -> None:
-        """Build the model: two bytes for each weight."""
+        """Build the model, with two bytes per weight."""
         torch.set_num_threads(setting.threads)
         shape = find_shape(setting.shape).sample(setting.layers)
         model = empty_model_of(shape, setting.vocabulary)
@@ -30,7 +30,7 @@ class TorchModel:
 
     @torch.inference_mode()
     def measure(self, depth: int) -> Speeds:
-        """Measure in a fresh cache."""
+        """Measure with a new cache."""
         setting, vocabulary = self._setting, self._model.config.vocab_size
         depth = -(-depth // _PART) * _PART
         random = torch.Generator().manual_seed(depth)

@@ -1,9 +1,9 @@
-"""The expert kernels and other systems' on the same shapes, timed in turn.
+"""Tandem's expert kernels and other systems' on the same shapes, timed in turn.
 
     python -m benchmarks.kernels.peers --format bf16,int4-g32,mxfp4 --tokens 1,4,64,256
 
-It has the flags and the output of `tandem bench kernels`; below each case stand torch, llama.cpp
-and kt-kernel, those that are installed, and how much faster Tandem is. With `--json` the last line
+It has the flags and the output of `tandem bench kernels`. Below each case come torch, llama.cpp and
+kt-kernel, as far as they are installed, and Tandem's speed over theirs. With `--json` the last line
 of standard output is one JSON object.
 """
 
@@ -23,7 +23,7 @@ from tandem.core.errors import TandemError
 
 
 def main() -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels.peers")
     add_flags(parser, KernelBenchOptions)
     flags = parser.parse_args()
@@ -35,7 +35,7 @@ def main() -> int:
 
 @contextmanager
 def start_peers(work: Work, failures: dict[str, str]) -> Iterator[Mapping[str, PeerProcess]]:
-    """Start every peer that is installed and has the format; note why another is missing."""
+    """Start every peer that is installed and supports the format; record why others are missing."""
     started: dict[str, PeerProcess] = {}
     with ExitStack() as stack:
         for name, peer in PEERS.items():

@@ -1,7 +1,7 @@
 """kt-kernel (KTransformers): its mixture-of-experts classes, called as its own wrappers call them.
 
-For each format it takes the class that the wrappers choose on a processor with AVX-512, or else the
-AVX2 class. With groups of 128 instead of 32, release 0.7.2 gives no result.
+For each format it uses the class that the wrappers choose on a processor with AVX-512, otherwise
+the AVX2 class. With groups of 128 instead of 32, release 0.7.2 gives no result.
 """
 
 import importlib
@@ -31,7 +31,7 @@ _METHODS = {
 
 
 class KtKernel:
-    """`num_spared` is how many threads fewer than Tandem's it gets."""
+    """`num_spared` is the number of threads that it has fewer than Tandem."""
 
     def __init__(self, *, num_spared: int = 0) -> None:
         """Choose the threads; nothing is loaded yet."""
@@ -39,15 +39,15 @@ class KtKernel:
         self.name = "kt-kernel" if num_spared == 0 else f"kt-kernel, {num_spared} thread fewer"
 
     def why_missing(self) -> str | None:
-        """Tell why it cannot run here."""
+        """Return why it cannot run here; None: it can."""
         return why_not_installed("kt_kernel", "kt-kernel")
 
     def supports(self, format_name: str) -> bool:
-        """Tell whether it has a format."""
+        """Tell whether it supports a format."""
         return format_name in _METHODS
 
     def prepare(self, work: Work) -> Prepared:
-        """Fill the store with random codes and let the library arrange them."""
+        """Fill the store with random codes and let the library rearrange them."""
         library = importlib.import_module("kt_kernel").kt_kernel_ext
         method = _METHODS[work.format]
         name = next(name for name in method.classes if hasattr(library.moe, name))
@@ -75,7 +75,7 @@ class KtKernel:
 
 
 class _Run:
-    """One call: every token to the same experts, the next ones each time."""
+    """One call: every token uses the same experts, the next ones in each call."""
 
     def __init__(self, pool: Any, experts: Any, work: Work, mask: Tensor) -> None:
         self._pool, self._experts, self._work, self._mask = pool, experts, work, mask
@@ -96,7 +96,7 @@ class _Run:
         self._pool.sync()
 
     def has_result(self) -> bool:
-        """Tell whether the first token's row was computed: some classes return at once."""
+        """Tell whether the first token's output was computed; some classes return at once."""
         return bool(self._out[0].any()) and bool(self._out[0].isfinite().all())
 
 
@@ -109,7 +109,7 @@ def _thread_pool(library: Any, num_threads: int) -> Any:
 
 
 def _config(library: Any, work: Work, method: _Method, mask: Tensor) -> tuple[Any, list[Tensor]]:
-    """Return the layer's description and the tensors that must live until it is loaded."""
+    """Return the layer's description, and the tensors that must stay alive until it is loaded."""
     hidden, inner, count = work.hidden_size, work.intermediate_size, len(mask)
     config = library.moe.MOEConfig(count, work.num_active, hidden, inner, mask.data_ptr())
     config.layer_idx = 0
@@ -122,7 +122,7 @@ def _config(library: Any, work: Work, method: _Method, mask: Tensor) -> tuple[An
     ):
         codes, scales = _random_matrix(method, rows, cols)
         kept += [codes, scales]
-        # All experts are loaded from one: the library copies each into a place of its own.
+        # All experts are loaded from one: the library copies each to its own memory.
         setattr(config, f"{name}_projs", [[codes.data_ptr()] * count])
         setattr(config, f"{name}_scales", [[scales.data_ptr()] * count])
     if method.group:

@@ -1,7 +1,7 @@
 """llama.cpp: its graph of an expert layer, through the ggml libraries of llama-cpp-python.
 
-Gate, up and down are `mul_mat_id`s, as in llama.cpp's own models. Q4_0 lies in the buffer type that
-llama.cpp itself takes for it, which interleaves rows for vector instructions.
+Gate, up and down are `mul_mat_id`s, as in llama.cpp's own models. Q4_0 has the buffer type that
+llama.cpp chooses for it, which interleaves rows for vector instructions.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _CPU_DEVICE = 0
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """A ggml tensor type: 32 weights take `scale` followed by `code_bytes`."""
+    """A ggml tensor type: 32 weights are `scale` followed by `code_bytes`."""
 
     name: str
     number: int
@@ -56,19 +56,19 @@ _TYPES = {
 
 
 class LlamaCpp:
-    """The library that llama-cpp-python brings, with the instruction sets it was built for."""
+    """llama-cpp-python's library, with the instruction sets that it was built for."""
 
     name = "llama.cpp"
 
     def why_missing(self) -> str | None:
-        """Tell why it cannot run here."""
+        """Return why it cannot run here; None: it can."""
         missing = why_not_installed("llama_cpp", "llama-cpp-python")
         if missing is None and not (_library_folder() / "libggml-cpu.so").exists():
             return "its package has no libggml-cpu.so"
         return missing
 
     def supports(self, format_name: str) -> bool:
-        """Tell whether it has a format."""
+        """Tell whether it supports a format."""
         return format_name in _TYPES
 
     def prepare(self, work: Work) -> Prepared:
@@ -93,7 +93,7 @@ class _InitParams(ctypes.Structure):
 
 
 class _Ggml:
-    """The few functions of ggml that are needed; handles are addresses."""
+    """The functions of ggml that are needed; handles are addresses."""
 
     def __init__(self) -> None:
         folder = _library_folder()
@@ -123,12 +123,12 @@ class _Ggml:
         self.set_threads = self._function("ggml_backend_cpu_set_n_threads", None, pointer, c_int)
 
     def context(self) -> int:
-        """Return a context for descriptions of tensors and graphs; their data lie elsewhere."""
+        """Return a context for descriptions of tensors and graphs; their data is elsewhere."""
         address: int = self.init(_InitParams(1 << 22, None, True))
         return address
 
     def repacking_buffers(self) -> int | None:
-        """Return the buffer type that interleaves rows, if this build has one."""
+        """Return the buffer type that interleaves rows, if this build has it."""
         pointer = c_void_p
         device = self._function("ggml_backend_dev_by_type", pointer, c_int)(_CPU_DEVICE)
         registry = self._function("ggml_backend_dev_backend_reg", pointer, pointer)(device)

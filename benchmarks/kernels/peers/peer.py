@@ -1,4 +1,4 @@
-"""What a peer is given, and what it gives back."""
+"""The interface of a peer."""
 
 import importlib.util
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tandem.bench.kernels import Work
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Weights in place: `run(tokens, call)` computes call number `call` and waits for it."""
+    """Weights in memory: `run(tokens, call)` computes call number `call` and waits for it."""
 
     run: Callable[[int, int], None]
     bytes_per_call: int
@@ -28,7 +28,7 @@ class Peer(Protocol):
         ...
 
     def why_missing(self) -> str | None:
-        """Tell in a few words why it cannot run here, or None."""
+        """Return in a few words why it cannot run here, or None."""
         ...
 
     def supports(self, format_name: str) -> bool:
@@ -41,7 +41,7 @@ class Peer(Protocol):
 
 
 def why_not_installed(module: str, package: str) -> str | None:
-    """Return a reason if a Python module is not there."""
+    """Return a reason if a Python module is not installed."""
     if importlib.util.find_spec(module) is None:
         return f"not installed (pip install {package})"
     return None

@@ -1,4 +1,4 @@
-"""A peer in a process of its own, which stands still while others are timed."""
+"""A peer in a process of its own, which is stopped while others are timed."""
 
 import os
 import time
@@ -12,7 +12,7 @@ _CALL_SECONDS = 60.0
 
 
 class PeerProcess(StillProcess):
-    """One peer with one store of weights. Raises `OSError` if it fails; close it in the end."""
+    """One peer with its own weights. Raises `OSError` if it fails; close it at the end."""
 
     def __init__(self, name: str, work: Work) -> None:
         """Start the peer, fill its store and stop it."""
@@ -20,7 +20,7 @@ class PeerProcess(StillProcess):
         self.bytes_per_call, self.format = self.said
 
     def time_calls(self, tokens: int, num_calls: int) -> list[float]:
-        """Return the seconds of some calls, each on the next experts; one before is not counted."""
+        """Return the seconds of some calls, each on the next experts, after one untimed call."""
         seconds: list[float] = self.ask((tokens, num_calls), _CALL_SECONDS)
         return seconds
 
@@ -28,7 +28,7 @@ class PeerProcess(StillProcess):
 def _prepared(
     name: str, work: Work
 ) -> tuple[tuple[int, str], Callable[[tuple[int, int]], list[float]]]:
-    """Fill a peer's store; return what its calls read, and what times some."""
+    """Fill a peer's store; return the bytes that a call reads, and a function that times calls."""
     from benchmarks.kernels.peers import PEERS
 
     # Their messages do not concern the report, and standard output may end with our JSON.

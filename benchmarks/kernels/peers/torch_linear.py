@@ -1,4 +1,4 @@
-"""PyTorch: an expert as three bf16 `linear`s, as Transformers' eager experts are."""
+"""PyTorch: an expert as three bf16 `linear`s, as in Transformers' eager experts."""
 
 import torch
 from benchmarks.kernels.peers.peer import Prepared
@@ -13,11 +13,11 @@ class TorchLinear:
     name = "torch"
 
     def why_missing(self) -> str | None:
-        """Tell why it cannot run here; Tandem itself needs torch."""
+        """Return why it cannot run here; Tandem itself needs torch."""
         return None
 
     def supports(self, format_name: str) -> bool:
-        """Tell whether it has a format."""
+        """Tell whether it supports a format."""
         return format_name == "bf16"
 
     def prepare(self, work: Work) -> Prepared:

@@ -1,1 +1,1 @@
-"""What clients send and get, API by API: bodies to generation requests, answers to objects."""
+"""What clients send and receive, per API: bodies become requests, outputs become answers."""

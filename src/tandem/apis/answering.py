@@ -137,7 +137,7 @@ class GenerationRequests:
     def _written(
         self, body: ChatRequest, tools: list[Tool], info: ModelInfo, *, is_ruled: bool
     ) -> Callable[[list[dict[str, object]]], ChatPrompt]:
-        """Return a function that writes turns of a conversation as the chat template has them."""
+        """Return a function that formats a conversation's turns by the chat template."""
         shown_tools, options = described(tools), template_options(body)
 
         def written(turns: list[dict[str, object]]) -> ChatPrompt:
@@ -156,7 +156,7 @@ class GenerationRequests:
         return written
 
     def _why_no_images(self, info: ModelInfo | None) -> str | None:
-        """Return why requests with images are refused; None: they are not, as far as is known."""
+        """Return why requests with images are refused; None if no reason is known."""
         if self._images is None:
             return TEXT_ONLY
         return self._images.why_none or (None if info is None else info.why_no_images)
@@ -192,7 +192,7 @@ class GenerationRequests:
         return request
 
     def _room(self, ids: list[int], info: ModelInfo) -> int:
-        """Return how long an answer may be; checks what the engine process would refuse."""
+        """Return how many tokens an answer may have; checks what the engine would refuse."""
         if not ids:
             raise ApiError(400, "the prompt is empty; give some text")
         _require_known(ids, info, "prompt")
@@ -225,8 +225,8 @@ class GenerationRequests:
     def _free(
         self, body: ChatRequest, tools: list[Tool], prompt: ChatPrompt
     ) -> GrammarWriter | None:
-        """Return a writer of the grammar for tool calls in free text, if the form of a call is
-        known.
+        """Return a writer of the grammar for tool calls in free text; None if their form is
+        unknown.
         """
         native = self._format.native
         if not tools or native is None:
@@ -247,7 +247,7 @@ def _fitting(
     limit: int | None,
     body: ChatRequest,
 ) -> tuple[ChatPrompt, int]:
-    """Return a conversation as the model reads it, and how many turns it lost to a limit."""
+    """Return a conversation trimmed to the limit, and the number of turns that it lost."""
     if limit is None:
         return written(turns), 0
     longest = limit - max(1, min(body.asked_tokens or _TRIMMED_ROOM, limit // 4))

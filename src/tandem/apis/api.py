@@ -19,9 +19,7 @@ Event = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a reply is given in the process where its tokens arrive; the reply was made in another
-    one.
-    """
+    """What a reply needs in the process where its tokens arrive; another process made it."""
 
     text_of: Callable[[int], str]
     """Returns a token's text."""

@@ -66,7 +66,7 @@ class ImageReader:
         return write_prompt(self.processor, text, images, self.token_id)
 
     def _found(self, source: str, number: int) -> bytes | Path:
-        """Return the bytes of an image, or the file that it is in."""
+        """Return the bytes of an image, or the path of its file."""
         scheme = source[:8].lower().partition(":")[0]
         if scheme == "data":
             return _decoded(source, number)

@@ -3,8 +3,8 @@
 A null means that the field is absent. A field that this server does not know is ignored, and is
 named to the caller; a strict server refuses it.
 
-Python does nothing else while JSON is parsed and checked, so what that takes is bounded: a body's
-values are counted before it is parsed, and a list is checked up to its first wrong element.
+Parsing and checking JSON blocks all other Python code, so its cost is bounded: a body's values are
+counted before it is parsed, and a list is checked up to its first wrong element.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -78,9 +78,9 @@ class _Reading:
 
 
 def _fail_fast(schema: Any) -> None:
-    """Let every list of a schema be checked up to its first wrong element.
+    """Check every list of a schema only up to its first wrong element.
 
-    A body of 4 MB may have a million, of which each would be described several times.
+    A body of 4 MB may have a million wrong elements, each with several errors.
     """
     if isinstance(schema, dict):
         if schema.get("type") == "list":
@@ -155,8 +155,8 @@ def note_ignored(info: ValidationInfo, what: str) -> bool:
 def tools_of_kind(own: Collection[str], tools: object, info: ValidationInfo) -> object:
     """Drop tools of other kinds, which a vendor would run and this server does not.
 
-    `own` are the kinds to keep; a tool without a type is of one. Anything but a list is left to the
-    field's own validation.
+    `own` are the kinds to keep, which include tools without a type. A value that is not a list is
+    left to the field's own validation.
     """
     if not isinstance(tools, list):
         return tools
@@ -176,7 +176,7 @@ def known_names(kind: type[BaseModel]) -> set[str]:
 
 
 def _require_few_values(raw: bytes) -> None:
-    """Refuse JSON of more values than may be parsed at a time, without parsing it."""
+    """Refuse JSON with more values than may be parsed at once, without parsing it."""
     unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_values = unescaped.count(b'"') // 2
     num_commas = 0
@@ -210,7 +210,7 @@ def read_body(kind: type[B], raw: bytes, *, is_strict: bool) -> ReadBody[B]:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One of pydantic's errors, at the place in the body that it is about."""
+    """One of pydantic's errors, and the part of the body that it is about."""
 
     path: tuple[str | int, ...]
     value: object

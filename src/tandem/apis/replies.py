@@ -31,7 +31,7 @@ def usage(tallies: list[Tally], num_choices: int) -> dict[str, object]:
 
 
 class _OpenAiReply(Reply):
-    """What answers to chats and completions share: what each chunk begins with, and the usage."""
+    """The shared part of replies to chats and completions: head of each chunk, usage."""
 
     def __init__(self, body: Sampling, prefix: str, chunk_kind: str, model: str) -> None:
         options = body.stream_options or StreamOptions()
@@ -96,7 +96,7 @@ class ChatReply(_OpenAiReply):
 
 
 class _ChatChoice:
-    """One choice as it comes."""
+    """One choice while it is generated."""
 
     text_of: _TextOf
 
@@ -110,7 +110,7 @@ class _ChatChoice:
         self._logprobs: list[dict[str, object]] = []
 
     def first(self) -> dict[str, object]:
-        """Return what begins the choice in a stream."""
+        """Return the first delta of the choice in a stream."""
         return self._part({"role": "assistant", "content": ""})
 
     def take(self, token_output: TokenOutput) -> Iterator[dict[str, object]]:
@@ -124,7 +124,7 @@ class _ChatChoice:
             yield self._part({}, finish_reason=self._finish_reason)
 
     def whole(self) -> dict[str, object]:
-        """Return the choice as an answer that is not streamed has it."""
+        """Return the choice as it is in a whole answer."""
         content, reasoning = self._text["content"], self._text["reasoning_content"]
         message: dict[str, object] = {
             "role": "assistant",
@@ -252,7 +252,7 @@ class _Logprobs:
         self._all: dict[str, list[object]] = {name: [] for name in _LOGPROB_FIELDS}
 
     def take(self, token_output: TokenOutput) -> dict[str, list[object]] | None:
-        """Take one token; return what is new, if anything is."""
+        """Take one token; return the new log-probabilities, if any."""
         tokens = list(zip(self._prompt, token_output.prompt_logprobs or (), strict=False))
         if token_output.logprob is not None:
             tokens.append((token_output.logprob.token_id, token_output.logprob))

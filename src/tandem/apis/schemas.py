@@ -230,7 +230,7 @@ class ImagePart(Body):
 
     @property
     def url(self) -> str:
-        """The address of the image."""
+        """The image's URL."""
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 

@@ -1,7 +1,8 @@
 """Learns a model's residual vectors from a text, and measures how well they predict experts.
 
-The text is split into windows. The first ones teach; on the others, predictions with and without
-the residual are compared with what the routers then chose (DALI's tables 5 and 8).
+The text is split into windows. The residuals are learned from the first ones. On the others,
+predictions with and without the residual are compared with the routers' real choices (DALI's tables
+5 and 8).
 """
 
 from collections.abc import Callable, Sequence
@@ -108,11 +109,11 @@ def _likeness(cosines: Sequence[tuple[float, float]], num_pairs: int) -> Likenes
 def accuracy_by_batch(
     trace: RoutingTrace, count: int, batches: Sequence[int] = BATCHES
 ) -> dict[str, list[float]]:
-    """Return, by predictor, the share of the truly busiest `count` experts that it predicts, by
-    batch size.
+    """Return, by predictor and batch size, the share of the `count` busiest experts that it
+    predicts.
 
-    A batch is made of tokens at different positions. Among experts with equal workload any counts
-    as right.
+    A batch consists of tokens at different positions. Experts with equal workload are
+    interchangeable.
     """
     assert trace.predicted is not None
     draw = np.random.default_rng(0)

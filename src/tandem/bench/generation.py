@@ -1,7 +1,7 @@
 """Times a whole model: time to first token, prefill and decode, against this machine's ceilings.
 
-A decode step cannot be faster than reading the bytes that it touches; a prefill cannot be faster
-than its multiplications. Both ceilings come from what the same threads do here at best.
+A decode step cannot be faster than reading its bytes; a prefill cannot be faster than its
+multiplications. Both ceilings are the best rates of the same threads on this machine.
 """
 
 import statistics
@@ -135,7 +135,7 @@ def measure(
 
 @dataclass(slots=True)
 class _Decoded:
-    """Seconds of each decode step, and what was counted."""
+    """The seconds of each decode step, and the counts."""
 
     steps: list[float] = field(default_factory=list)
     sampling: list[float] = field(default_factory=list)
@@ -216,7 +216,7 @@ def _part(operation: Operation, recorded: RecordedGraph, num_experts: set[int]) 
 
 
 def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that a text token passes, without experts and input embeddings."""
+    """Yield the modules that a text token uses, without experts and input embeddings."""
     for path, module in model.named_modules():
         if not (is_tower(path) or is_experts_module(module) or isinstance(module, nn.Embedding)):
             yield module
@@ -233,14 +233,14 @@ def dense_bytes(model: nn.Module) -> int:
 
 
 def _cache_bytes(pool: SlotPool) -> int:
-    """Return what a step of all slots reads of keys and values, and reads and writes of states."""
+    """Return the bytes per step of all slots: keys and values read, states read and written."""
     if not isinstance(pool, CpuSlotPool):
         return 0
     return pool.cache.filled_bytes + 2 * pool.num_slots * pool.cache.states.step_bytes
 
 
 def _weights_per_token(model: PreTrainedModel) -> Iterator[tuple[int, WeightFormat | None]]:
-    """Yield (weights, their packed format) that a prompt's token meets."""
+    """Yield (weights, packed format) of each matrix that a prompt's token is multiplied with."""
     head = model.get_output_embeddings()
     for module in _text_modules(model):
         if isinstance(module, nn.Linear | PackedLinear) and module is not head:

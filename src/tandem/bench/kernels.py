@@ -176,7 +176,7 @@ class KernelBench:
     def _compare(
         self, shape: str, layout: ExpertLayout, tokens: int, timed: dict[str | None, Timed]
     ) -> Iterator[Case]:
-        """Time all in turn, several rounds with a measurement of the ceilings in each."""
+        """Time all systems in turn, several rounds, with the ceilings measured in each."""
         seconds: dict[str | None, list[float]] = {name: [] for name in timed}
         num_calls: dict[str | None, int] = {}
         ceilings = [self.ceiling()]
@@ -210,7 +210,7 @@ class _Own:
         self.format = layout.format_name
 
     def time_calls(self, tokens: int, num_calls: int) -> list[float]:
-        """Return the seconds of some calls, each on the next experts; one before is not counted."""
+        """Return the seconds of some calls, each on the next experts, after one untimed call."""
         active = self._work.num_active
         hidden = torch.randn(tokens, self._layout.hidden_size, device="cpu")
         begin = torch.arange(0, tokens * active + 1, tokens, dtype=torch.int32, device="cpu")

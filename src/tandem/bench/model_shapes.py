@@ -39,7 +39,7 @@ class ModelShape:
 
     @property
     def kinds(self) -> list[tuple[object, ...]]:
-        """For each layer, its values in the config's per-layer lists."""
+        """Return, for each layer, its values in the config's per-layer lists."""
         total = self.values["num_hidden_layers"]
         lists = [value for value in self.values.values() if _is_by_layer(value, total)]
         return list(zip(*lists, strict=True)) if lists else [()] * total

@@ -127,7 +127,7 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
 
 
 def _widen(model: PreTrainedModel) -> None:
-    """Give what loading keeps in fp32 that dtype."""
+    """Convert parameters to fp32 that a load keeps in fp32."""
     words = parts_in_fp32(model)
     for name, parameter in model.named_parameters():
         if any(word in name for word in words):
@@ -135,7 +135,7 @@ def _widen(model: PreTrainedModel) -> None:
 
 
 def _draw_routes(model: nn.Module) -> None:
-    """Send each token to some experts where a table does, which comes with a checkpoint."""
+    """Fill the tables that route tokens to experts, which otherwise come with a checkpoint."""
     random = torch.Generator().manual_seed(0)
     for module in model.modules():
         if is_by_token(module):

@@ -55,7 +55,7 @@ def _draw_codes(buffer: Tensor, fmt: WeightFormat) -> None:
 
 
 def _make_finite(words: Tensor, per_super: int, factor: BitField) -> None:
-    """Make factors among words about 2^-10: the sign and the exponent's upper bits are a part."""
+    """Set the factors in random words to about 2^-10: sign and upper exponent bits are set."""
     word, bit = divmod(factor.at(3), 32)  # the highest of the word
     parts = words.view(-1, per_super, ROWS_PER_BLOCK)[:, word]
     parts.bitwise_and_((1 << bit) - 1).bitwise_or_(1 << bit)

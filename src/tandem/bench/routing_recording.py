@@ -1,4 +1,4 @@
-"""Records what a loaded model's routers choose while it runs, and what was predicted of it."""
+"""Records a loaded model's routing while it runs, and the predictions of it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -60,7 +60,7 @@ def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterato
 
 @contextmanager
 def _all_sources(ahead: LookAhead | str, *, ends: bool) -> Iterator[None]:
-    """Let every source be asked, inside; at the end stop listening, or ask as before."""
+    """Ask every look-ahead source inside the context; restore the listeners at the end."""
     if isinstance(ahead, str):
         yield
         return

@@ -1,7 +1,7 @@
 """Compares the sizes in a config with what a checkpoint's tensors can hold.
 
-The first look is at the numbers alone, before Transformers makes lists of so many layers; the
-second is `counted_build`, which stops a model whose parts outgrow the tensors while they are made.
+The first check uses the numbers alone, before Transformers makes lists of this many layers. The
+second is `counted_build`, which stops a model that outgrows the tensors while it is built.
 """
 
 import re

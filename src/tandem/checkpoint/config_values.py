@@ -1,7 +1,7 @@
 """Checks the values of config.json and generation_config.json before anything is built from them.
 
-Transformers finds some of them wrong as well, long after and in its own words; `foreign_errors`
-makes one sentence of those.
+Transformers finds some wrong values too, but late and in its own words; `foreign_errors` turns
+those into one sentence.
 """
 
 import re
@@ -154,7 +154,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _require_count(where: str, name: str, value: object, *, least: int) -> None:
-    """Refuse what is neither absent nor a number, or a list of numbers, one a layer."""
+    """Refuse a value that is neither absent nor a number, nor a list of one number per layer."""
     if isinstance(value, list):
         is_possible = all(is_int(one) and one >= 0 for one in value)
     else:
@@ -190,7 +190,7 @@ def require_top_k(where: str, part: Mapping[str, object]) -> None:
 
 
 def _require_dtype(where: str, name: str, value: object) -> None:
-    """Refuse what names no dtype of torch's; of several parts, each may have its own."""
+    """Refuse a value that is not the name of a torch dtype; parts of a model may have their own."""
     import torch
 
     for one in value.values() if isinstance(value, dict) else (value,):

@@ -1,7 +1,7 @@
-"""Writes a safetensors file of a packed checkpoint in one pass: whole or not there, with its sums.
+"""Writes a safetensors file of a packed checkpoint in one pass, with checksums: complete or absent.
 
-The data begins at a multiple of 4,096 bytes (spaces follow the header, which the format allows),
-and so does every expert, so that a disk can be read past the system's cache.
+The data begins at a multiple of 4,096 bytes (the format allows spaces after the header), and so
+does every expert, so that they can be read without the system's page cache.
 """
 
 import hashlib
@@ -101,7 +101,7 @@ def _write(
 
 
 def _experts(tensor: Tensor, sums: list[int]) -> Iterator[_Bytes]:
-    """Yield the rows, each followed by what fills it up; note the sum of both."""
+    """Yield the experts' bytes, each followed by its padding; record the checksum of both."""
     filling = np.zeros(_row_bytes(tensor) - tensor.shape[1], np.uint8)
     for row in _bytes_of(tensor).reshape(tensor.shape):
         sums.append(_native.crc32c(filling, _native.crc32c(row, 0)))

@@ -1,4 +1,4 @@
-"""Finds what in a model's JSON files would make Transformers run or fetch foreign code.
+"""Finds values in a model's JSON files that would make Transformers run or fetch foreign code.
 
 A config may name kernels of the hub, other weight files or other models. Tandem loads what is in
 the directory and runs only installed code. A model's own code needs `trust_remote_code`.

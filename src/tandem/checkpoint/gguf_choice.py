@@ -48,7 +48,7 @@ def projectors_beside(file: Path) -> list[Path]:
 
 
 def _stem(name: str) -> str:
-    """Return what names a model: a path without its number of parts and its ending."""
+    """Return what names a model: its path without part number and extension."""
     path = PurePosixPath(name)
     part = PART.fullmatch(path.name)
     return str(path.with_name(part["stem"] if part else path.stem))

@@ -152,7 +152,7 @@ def _download(name: str, options: HubOptions, wanted: list[str]) -> Path:
 
 
 def _from_hub(name: str, options: HubOptions, ask: Callable[[], _Answer]) -> _Answer:
-    """Ask the hub for something of a model; raises `ModelError` where it cannot give it."""
+    """Query the hub about a model; raises `ModelError` on failure."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:

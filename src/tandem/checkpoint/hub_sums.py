@@ -1,7 +1,7 @@
-"""`SHA256SUMS` of a folder that goes to a hub, and downloads compared with it.
+"""Writes `SHA256SUMS` of a directory for a hub, and verifies downloads with it.
 
-The file has the form of `sha256sum`. What was compared is noted beside it, with the sizes and times
-of files, so that each download is read once.
+The file has the format of `sha256sum`. A verified download is recorded beside it with the files'
+sizes and times, so that each download is read once.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _SHOWN_FILES = 3
 
 
 def write_sums(directory: Path) -> Path:
-    """Write the sums of all files of a folder; return the file, whole or not there."""
+    """Write the checksums of all files of a directory; return the file, complete or absent."""
     files = sorted(
         file
         for file in directory.rglob("*")
@@ -35,10 +35,10 @@ def write_sums(directory: Path) -> Path:
 
 
 def require_as_published(directory: Path, name: str, wanted: Sequence[str]) -> None:
-    """Raise `ModelError` for a download of a packed model that is not what its sums say.
+    """Raise `ModelError` if a downloaded packed model differs from its checksums.
 
-    Of the files in the list those count that match a pattern of `wanted`. Damaged ones are removed,
-    so that the next download has them again. A model without a list is not compared.
+    Only listed files that match a pattern of `wanted` are checked. Damaged ones are removed, so
+    that the next download fetches them again. A model without a list is not checked.
     """
     if not (directory / SUMS_FILE).is_file():
         return
@@ -72,7 +72,7 @@ def require_as_published(directory: Path, name: str, wanted: Sequence[str]) -> N
 
 
 def _read_sums(directory: Path, name: str) -> dict[str, str]:
-    """Return the list; raises `ModelError` for what is none, or leads out of the folder."""
+    """Return the list; raises `ModelError` if malformed or with files outside the directory."""
     file = directory / SUMS_FILE
     try:
         if file.stat().st_size > _MOST_BYTES:
@@ -86,7 +86,7 @@ def _read_sums(directory: Path, name: str) -> dict[str, str]:
 
 
 def _entries(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each file's name and sum; `ValueError` for another line."""
+    """Yield each file's name and checksum; `ValueError` for a malformed line."""
     for line in text.splitlines():
         found = _LINE.fullmatch(line)
         path = PurePosixPath(found["name"]) if found else None
@@ -96,14 +96,14 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _state(directory: Path, sums: Mapping[str, str]) -> str:
-    """Return what changes when a file does, or what is expected of it."""
+    """Return what identifies a file's version: its size, time and expected checksum."""
     stats = {name: (directory / name).stat() for name in sums}
     lines = [f"{sums[name]} {x.st_size} {x.st_mtime_ns} {name}\n" for name, x in stats.items()]
     return "".join(lines)
 
 
 def _remove(file: Path) -> None:
-    """Remove a downloaded file: the hub's cache has a link to what is stored beside it."""
+    """Remove a downloaded file, and in the hub's cache also the blob that it links to."""
     stored = file.resolve()
     file.unlink()
     if file.parent not in stored.parents:

@@ -1,7 +1,7 @@
 """Importance: how much each input of a matrix counts when the weights are rounded.
 
-From each input's mean square over the tokens of a text, as `tandem importance` collects it; files
-of llama.cpp (imatrix) are read too. A wrong weight costs the more, the larger its input.
+It comes from each input's mean square over the tokens of a text, as `tandem importance` collects
+it; llama.cpp's files (imatrix) are read too. A weight's error costs more, the larger its input.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ class Importance:
     def __init__(
         self, path: Path, find: Find, divergence: Callable[[str], float | None] = lambda _: None
     ) -> None:
-        """Remember `find`, which looks a parameter up in the file."""
+        """Store `find`, which looks a parameter up in the file."""
         self._path, self._find = path, find
         self.divergence_of = divergence
         """Returns what rounding a parameter coarsely does to the answers, in nats; None: unknown.

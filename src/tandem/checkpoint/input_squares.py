@@ -19,13 +19,14 @@ class InputSquares(NamedTuple):
 
 
 def importance_of(found: InputSquares, *, are_inner: bool) -> Tensor:
-    """Return the importance (num_matrices, cols) with a mean of 1, also of what no token reached.
+    """Return the importance (num_matrices, cols) with a mean of 1, also of matrices that no token
+    reached.
 
-    It is the root of the mean square: most of a mean square comes from few tokens, and answers do
-    not get worse in proportion to it (docs/quality.md has the numbers). What was collected counts
-    by its tokens against what is known before: experts of a layer have the same inputs, so theirs
-    are those of the whole layer; their inner channels (`are_inner`) are each expert's own, of which
-    nothing is known, so that all count alike.
+    It is the root of the mean square: a mean square is dominated by few tokens, and answers do not
+    get worse in proportion to it (docs/quality.md has the numbers). Collected values are weighted
+    by their tokens against a prior. Experts of a layer have the same inputs, so their prior is the
+    whole layer's. The inner channels (`are_inner`) are each expert's own, and their prior is
+    uniform.
     """
     squares, tokens = found.mean_square.float(), found.tokens.float()[:, None]
     squares = squares.nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)

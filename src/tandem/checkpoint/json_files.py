@@ -1,7 +1,7 @@
-"""JSON that comes with a model: whole, of a bounded size and depth, each key once.
+"""JSON that comes with a model: complete, of bounded size and depth, each key once.
 
-Code that walks what is returned meets no nesting that Python's recursion does not survive, and no
-text that has no encoding.
+Code that walks the result never meets nesting too deep for Python's recursion, or text that cannot
+be encoded.
 """
 
 import json
@@ -87,7 +87,7 @@ def _unique(pairs: list[tuple[str, object]]) -> JsonObject:
 
 
 def _require_sane(content: object) -> None:
-    """Refuse what is nested too deep, and texts with halves of characters; walks level by level."""
+    """Refuse nesting that is too deep, and texts with lone surrogates; walks level by level."""
     level: list[object] = [content]
     for _ in range(_DEEPEST + 1):
         inner: list[object] = []

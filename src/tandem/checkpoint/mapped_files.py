@@ -100,7 +100,7 @@ def _mapped_files() -> Iterator[tuple[int, int, int, str]]:
 
 
 def _in_snapshot(file: Path) -> Path:
-    """Return the link to a file of the hub's cache; another file as it is."""
+    """Return the link in a snapshot to a file of the hub's cache; other files unchanged."""
     if file.parent.name != _HUB_FOLDER:
         return file
     links = file.parent.parent.glob("snapshots/*/*")
@@ -254,7 +254,7 @@ def map_ahead(
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterable[tuple[int, int]]:
-    """Yield (address, bytes) of whole pages, a bearable number at a time."""
+    """Yield (address, bytes) of whole pages, a limited number at a time."""
     page = os.sysconf("SC_PAGE_SIZE")
     for tensor in tensors:
         begin, end = tensor.data_ptr() // page * page, tensor.data_ptr() + tensor.nbytes

@@ -1,4 +1,4 @@
-"""The card of a packed model for a hub: what it is made of, what it loses, how to run it."""
+"""The card of a packed model for a hub: its origin, its losses, and how to run it."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _MOST_CARD_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a packed model is made of."""
+    """The origin of a packed model."""
 
     base_model: str | None
     """Its id on a hub; None where only a folder is known."""
@@ -30,9 +30,10 @@ class Origin:
 
 
 def origin_of(directory: Path, name: str) -> Origin:
-    """Return what is known of a model in a folder, which was asked for by `name`.
+    """Return what is known about the origin of a model in a directory, which was requested as
+    `name`.
 
-    A card that is there says it of a model that was packed before.
+    For a model that was packed before, its card has the origin.
     """
     card = directory / CARD_FILE
     is_card = card.is_file() and card.stat().st_size <= _MOST_CARD_BYTES
@@ -42,7 +43,7 @@ def origin_of(directory: Path, name: str) -> Origin:
 
 
 def _front_matter(text: str) -> dict[str, str]:
-    """Return the values of one line each that stand before a card."""
+    """Return the single-line values of a card's front matter."""
     found = _FRONT_MATTER.match(text)
     pairs = (line.partition(":") for line in (found[1] if found else "").splitlines())
     values = {key: value.strip().strip("\"'") for key, _, value in pairs if not key.startswith(" ")}
@@ -121,7 +122,7 @@ def _recipe(stored: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measured(reports: Sequence[JsonObject]) -> Iterator[str]:
-    """Yield what was measured, or that nothing was."""
+    """Yield the measured results, or a line that there are none."""
     yield from ("", "## Measured", "")
     for report in reports:
         if "perplexity" in report:

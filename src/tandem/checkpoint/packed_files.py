@@ -111,7 +111,7 @@ def require_as_written(file: Path, copied: FileSums) -> None:
 
 
 def _first_other(sums: Sequence[int], known: Sequence[object]) -> int | None:
-    """Return the first expert whose sum differs from the known one, or None."""
+    """Return the first expert whose checksum differs from the known one, or None."""
     pairs = enumerate(zip(sums, known, strict=False))
     return next((expert for expert, (crc, expected) in pairs if crc != expected), None)
 
@@ -216,7 +216,7 @@ def _sums_of(
 
 
 def _damage(file: Path, metadata: JsonObject, experts: _Experts | None, expert: int | None) -> str:
-    """Say which tensor of a damaged file, and which expert, has other bytes than were written."""
+    """Return which tensor of a damaged file, and which expert, differs from what was written."""
     sums = metadata.get(TENSOR_SUMS_KEY)
     if not isinstance(sums, dict):  # packed by an older version
         return "in one of its tensors or its header"

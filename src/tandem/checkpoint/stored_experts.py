@@ -78,7 +78,7 @@ def _put_expert(
 
 
 def _as_kept(layer: HostLayer, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return an expert's parts as a layer takes them."""
+    """Return an expert's parts in the form that a layer stores."""
     return [torch.cat(list(parts)).T] if layer.is_transposed else parts
 
 
@@ -89,9 +89,9 @@ def _put_rows(
     *,
     forgets: bool,
 ) -> bool:
-    """Place all experts' rows straight from the file; False where they come as codes.
+    """Write all experts' rows directly from the file; False if they come as codes.
 
-    Also for what is damaged: the torch reference, which reads codes, says how.
+    Also False for damaged files: the torch reference, which reads codes, describes the damage.
     """
     if not isinstance(layer, PackedLayer):
         return False
@@ -127,7 +127,7 @@ def _put_codes(
 
 
 def _common_order(parts: list[tuple[SourceTensor, Codes]]) -> Tensor | None:
-    """Return the order of the inputs, which parts that read the same inputs must share."""
+    """Return the order of the inputs, which must be equal for all parts that read them."""
     first, *others = (codes.input_order for _, codes in parts)
     for other in others:
         is_same = other is first or (

@@ -94,9 +94,9 @@ def _other_shape(
 
 
 def _require_no_more_layers(path: Path, model: PreTrainedModel, unexpected: set[str]) -> None:
-    """Refuse weights of layers beyond the last one; a model may come with some that predict ahead.
+    """Refuse weights of layers beyond the last one; a model may come with some MTP layers.
 
-    Other weights that are not read are Transformers' to judge.
+    Transformers judges other weights that are not read.
     """
     if not unexpected:
         return

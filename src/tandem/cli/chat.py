@@ -123,9 +123,10 @@ def _messages(count: int) -> str:
 
 
 def _command_of(typed: Typed) -> str | None:
-    """Return the command that a line is; None for a message.
+    """Return the command in a line; None for a message.
 
-    A slash and more words or lines, such as a path and a question about it, is a message.
+    A slash followed by several words or lines, such as a path and a question about it, is a
+    message.
     """
     line = typed.text.strip()
     name, _, rest = line.partition(" ")

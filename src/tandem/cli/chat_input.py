@@ -115,7 +115,7 @@ class History:
 
 
 def _create_private(file: Path) -> None:
-    """Create the file if it is not there; before a line is in it, only its owner can read it."""
+    """Create the file if it does not exist, readable by its owner only before it has a line."""
     file.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
     file.chmod(0o600)

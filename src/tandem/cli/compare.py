@@ -110,7 +110,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _text_ids(found: ModelChoice, count: int) -> list[int]:
-    """Return tokens of a text that comes with Tandem, by the file's own tokenizer."""
+    """Return the token ids of a text that comes with Tandem, by the file's own tokenizer."""
     from tandem.quality.texts import held_out_texts
 
     if count == 0:
@@ -166,7 +166,7 @@ def _compare(
 
 
 def _makers() -> "tuple[Maker, Maker]":
-    """Return what makes Tandem, and llama.cpp by its library: on the CPU alone, both."""
+    """Return functions that start Tandem and llama.cpp's library, both on the CPU alone."""
     from tandem.bench.peers.llama_cpp import LlamaCpp
     from tandem.bench.peers.tandem_model import Tandem
 
@@ -174,7 +174,7 @@ def _makers() -> "tuple[Maker, Maker]":
 
 
 def _is_narrow(setting: "Setting", *, quiet: bool) -> bool:
-    """Tell whether the memory does not hold both at once; they are measured one after the other."""
+    """Tell whether memory cannot hold both at once; they are then measured one after the other."""
     from tandem.experts.store.host_memory import available_bytes
 
     needed = int(_MEMORY_OVER_FILE * setting.gguf.stat().st_size)
@@ -186,7 +186,7 @@ def _is_narrow(setting: "Setting", *, quiet: bool) -> bool:
 
 
 class _Told:
-    """Says each measurement on standard error as it comes."""
+    """Prints each measurement on standard error as it ends."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
@@ -200,7 +200,7 @@ class _Told:
 
 
 def _silent(name: str, depth: int, speeds: "Speeds") -> None:
-    """Say nothing."""
+    """Print nothing."""
 
 
 def _say(text: str) -> None:

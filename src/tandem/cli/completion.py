@@ -1,6 +1,6 @@
 """`tandem completion`: prints a script that completes commands, flags and their values in a shell.
 
-shtab writes the script from the parsers, so it knows what they know; it starts no Python.
+shtab generates the script from the parsers; the script itself starts no Python.
 """
 
 import argparse

@@ -88,7 +88,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _report(path: Path, findings: list[Finding]) -> "list[Outcome]":
-    """Try everything, say what became of it, and write the file."""
+    """Run all stages, print the results, and write the file."""
     from tandem.cli.version import version_lines
     from tandem.forecast.report.cpu_stages import CPU_STAGES
     from tandem.forecast.report.document import write_report
@@ -176,7 +176,7 @@ def _check_disk(checkpoint: "AnyCheckpoint") -> Iterator[Finding]:
 
 
 def _check_disk_of_copies() -> Iterator[Finding]:
-    """Measure the disk where packed copies are kept, by the one that was used last."""
+    """Measure the disk of the packed copies, with the most recently used one."""
     from tandem.hf.checkpoint import open_model
 
     for copy in kept_copies().all()[:1]:
@@ -187,7 +187,7 @@ def _check_disk_of_copies() -> Iterator[Finding]:
 
 
 def _check_copies(source: str) -> Iterator[Finding]:
-    """Check the packed copies that were kept of a model, byte by byte."""
+    """Verify a model's packed copies, byte by byte."""
     from tandem.forecast.machine_check import check_model_files
     from tandem.hf.checkpoint import open_model
 

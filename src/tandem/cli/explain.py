@@ -1,8 +1,8 @@
-"""`tandem run --explain`: what limited the speed of a run, and what one change would bring.
+"""`tandem run --explain`: what limited the speed of a run, and what one change would gain.
 
-First: which parts of a decode step and a prompt are not native, and what was drafted. With an
-expert cache also what happened layer by layer, and a replay of the run's routing in the simulator
-with one change at a time, which is as accurate as the hardware profile.
+First it lists which parts of a decode step and a prompt are not native, and the drafts. With an
+expert cache it also lists what happened layer by layer, and replays the run's routing in the
+simulator with one change at a time, which is as accurate as the hardware profile.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class Change(NamedTuple):
 
 
 class _Conditions(NamedTuple):
-    """What a replay depends on."""
+    """The conditions of a replay."""
 
     profile: HardwareProfile
     shape: ShapeCosts
@@ -114,7 +114,7 @@ def _changes(cache: ExpertCache, now: _Conditions) -> Iterator[tuple[str, _Condi
 
 
 def _image_bytes(store: HostStore, name: str) -> int:
-    """Return what the largest expert would take in another format; takes no memory."""
+    """Return the bytes of the largest expert in another format; allocates nothing."""
     other = HostStore()
     for layer in store:
         other.add_layer(layer.arrivals.name, layer.arrivals.shapes, expert_dtype=find_format(name))
@@ -153,7 +153,7 @@ def change_table(changes: list[Change], num_tokens: int) -> str:
 
 
 class DecodeStep(NamedTuple):
-    """Which operations of a generator's decode step are native, if that could be found out."""
+    """Which operations of a generator's decode step are native, if that is known."""
 
     coverage: "Coverage | None"
     why_slower: str | None
@@ -167,7 +167,7 @@ class DecodeStep(NamedTuple):
         return "\n".join([*lines, *([] if self.prompt is None else [self.prompt.line()])])
 
     def json(self) -> dict[str, object]:
-        """Return the same as JSON; unknown values are None."""
+        """Return the data as JSON; unknown values are None."""
         return {
             "not_native": _entries(self.coverage),
             "prompt_not_native": _entries(self.prompt),
@@ -180,7 +180,7 @@ def _entries(coverage: "Coverage | PromptCoverage | None") -> list[dict[str, obj
 
 
 def decode_step(generator: "Generator") -> DecodeStep:
-    """Profile the decode step that the generator did last, if it was replayed."""
+    """Profile the generator's last decode step, if it was replayed."""
     from tandem.hf.runtime import require_runtime
     from tandem.recording.coverage import coverage_of
 
@@ -192,7 +192,7 @@ def decode_step(generator: "Generator") -> DecodeStep:
 
 
 def _prompt(generator: "Generator") -> "PromptCoverage | None":
-    """Run a short prompt in slots of its own; None where it would teach what plans experts."""
+    """Run a short prompt in separate slots; None if the planner would learn from it."""
     from tandem.hf.lookahead.warm_up import warm_up_ids
     from tandem.hf.runtime import require_runtime
     from tandem.recording.coverage import coverage_of_prompt
@@ -211,7 +211,7 @@ def _prompt(generator: "Generator") -> "PromptCoverage | None":
 
 
 class Drafting:
-    """Counts what is drafted from its creation on."""
+    """Counts drafts from its creation on."""
 
     def __init__(self, speculation: "Speculation | None") -> None:
         """Start counting; None means that speculation is off."""
@@ -228,7 +228,7 @@ class Drafting:
         return now.since(self._before)
 
     def line(self, answer: "Answer") -> str:
-        """Return a line about how many tokens were drafted, or why none."""
+        """Return a line about the number of drafted tokens, or why there are none."""
         if self._why_none is not None:
             return f"speculation: nothing is drafted: {self._why_none}"
         told = f"speculation: {answer.drafted_tokens} tokens drafted, {answer.accepted_tokens} kept"

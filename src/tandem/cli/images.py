@@ -60,7 +60,7 @@ def load_processor(choice: ModelChoice) -> "Processor":
 def load_image_reader(found: ModelChoice, directory: Path | None) -> "ImageReader | None":
     """Return the reader of images in the server's requests; None if the model takes no images.
 
-    `directory` is where the files lie that requests may name. A missing package gives a line in the
+    `directory` contains the files that requests may name. A missing package gives a line in the
     log.
     """
     from tandem.apis.images import ImageReader

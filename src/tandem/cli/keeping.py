@@ -247,7 +247,7 @@ class _LeftError(Exception):
 
 
 class _Answer:
-    """What the user has answered, once and for all."""
+    """The user's answer, asked once."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -1,8 +1,8 @@
 """`tandem run --live`: which experts an answer uses, from which memory, and how fast it comes.
 
-Drawn in the last lines of a terminal, below the answer, with the sequences that every terminal
-knows. Each row is some of the layers, each cell some of a layer's experts: the darker, the more
-they were used lately.
+It is drawn in the last lines of a terminal, below the answer, with sequences that every terminal
+knows. Each row is some layers, each cell some of a layer's experts: the darker, the more they were
+used lately.
 """
 
 import shutil
@@ -38,7 +38,7 @@ class ExpertHeat:
     """How often experts were used lately, in as many cells as a terminal has room for."""
 
     def __init__(self, counts: dict[int, int], *, width: int) -> None:
-        """Begin with none used; `counts` are the experts of each layer that has some."""
+        """Begin with no use; `counts` are the numbers of experts of the layers that have some."""
         self._layers = sorted(counts)
         self._counts = counts
         self._num_rows = min(_ROWS, len(self._layers))
@@ -69,7 +69,7 @@ class ExpertHeat:
 
 
 def _experts_of(event: LayerExecuted) -> list[int]:
-    """Return the experts that a layer has used; those of padding are none."""
+    """Return the experts that a layer has used; padding uses none."""
     if event.load is not None:
         return list(event.load.experts)
     if event.chosen is None:
@@ -82,7 +82,7 @@ def _shade(share: float) -> str:
 
 
 class LivePanel:
-    """Prints an answer, and draws below it what happens; a context for one answer."""
+    """Prints an answer, and draws a panel below it; a context for one answer."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class LivePanel:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Draw once more, and give the terminal back."""
+        """Draw once more and restore the terminal."""
         self._draw()
         self._out.write(f"\x1b[r\x1b[{self._size.lines};1H\n")
         self._out.flush()
@@ -127,7 +127,7 @@ class LivePanel:
             self._executor.listeners.remove(listener)
 
     def show(self, text: str) -> None:
-        """Print a piece of the answer, on standard output."""
+        """Print a piece of the answer on standard output."""
         print(text, end="", flush=True)
         now = self._clock()
         self._first = self._first or now
@@ -145,7 +145,7 @@ class LivePanel:
         self._out.flush()
 
     def _summary(self) -> str:
-        """Return where experts were, and the speed."""
+        """Return where the experts were, and the speed."""
         seconds = self._clock() - self._first if self._first else 0.0
         speed = (self._tokens - 1) / seconds if self._tokens > 1 and seconds > 0 else 0.0
         parts = [f"{self._tokens} pieces, {speed:.1f} a second"]

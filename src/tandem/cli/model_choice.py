@@ -194,7 +194,7 @@ def load_model_and_tokenizer(
 def _packing(
     path: Path, offload: OffloadOptions, dense_dtype: str
 ) -> Callable[[Path, "OnProgress"], object]:
-    """Return what packs a model into a directory."""
+    """Return a function that packs a model into a directory."""
     from tandem.hf.pack import pack
 
     return lambda target, on_progress: pack(
@@ -295,9 +295,7 @@ def _no_tokenizer(source: str, why: str) -> ModelError:
 
 
 def import_transformers(*, quiet: bool, has_bars: bool = True) -> None:
-    """Import Transformers, which takes seconds, and silence all but its errors and its loading
-    bar.
-    """
+    """Import Transformers, which takes seconds; silence all but errors and its loading bar."""
     with waiting("importing torch and Transformers", quiet=quiet):
         from transformers.utils import logging
 

@@ -156,7 +156,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _describe(directory: Path, options: PackOptions, reports: list[dict[str, Any]]) -> int:
-    """Write card and sums of a model that is packed already; returns the exit code."""
+    """Write the card and the checksums of a packed model; returns the exit code."""
     if options.output is not None:
         raise ConfigError(f"{directory} is packed already; leave --output out")
     origin = origin_of(directory, str(directory))
@@ -182,9 +182,7 @@ def _say_what_lacks(origin: Origin) -> None:
 
 
 def choose_formats(options: PackOptions, found: ModelChoice) -> dict[str, object]:
-    """Measure a model's parts and choose their formats; prints them, and returns arguments of
-    `pack`.
-    """
+    """Measure a model's parts and choose formats; prints them, and returns `pack`'s arguments."""
     from tandem.hf.checkpoint import open_model
     from tandem.hf.config import OffloadConfig
     from tandem.quality.recipe import measure_parts

@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(self.prog, message)
 
     def format_help(self) -> str:
-        """Return the help without the flags that few need."""
+        """Return the help without rarely used flags."""
         rare = _rare_actions(self)
         for action in rare:
             action.help = argparse.SUPPRESS
@@ -108,7 +108,7 @@ def build_parser(
 
 
 def _with_negative_values(words: Sequence[str]) -> list[str]:
-    """Join `--flag -1GB` as `--flag=-1GB`: argparse takes it for a flag, and the flag for alone."""
+    """Join `--flag -1GB` as `--flag=-1GB`, because argparse would take -1GB for another flag."""
     joined: list[str] = []
     for word in words:
         if joined and re.fullmatch("--[a-z-]+", joined[-1]) and _NEGATIVE_VALUE.fullmatch(word):

@@ -129,7 +129,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _plan(planner: Planner) -> "tuple[Plan, dict[str, ModelSizes]]":
-    """Return the plan that was asked for, and the sizes in other formats."""
+    """Return the requested plan, and the sizes in other formats."""
     sizes = planner.sizes()
     what = "dense_dtype" if sizes.is_dense else "expert_dtype"
     formats = () if planner.is_packed else _OTHER_FORMATS
@@ -224,13 +224,13 @@ def _tokens(count: int) -> str:
 
 
 def _tokens_at_once(plan: "Plan") -> str:
-    """Say how many tokens there are."""
+    """Return how many tokens there are at once, as text."""
     times = f"{plan.sequences} x " if plan.sequences > 1 else ""
     return f"{times}{plan.context_tokens} tokens"
 
 
 def _state_rows(plan: "Plan") -> list[tuple[str, int]]:
-    """Return what a sequence's states take, for a model that has some."""
+    """Return rows about a sequence's states, for a model that has some."""
     if not plan.sizes.state_bytes:
         return []
     rows = [("states", plan.state_bytes)]
@@ -240,7 +240,7 @@ def _state_rows(plan: "Plan") -> list[tuple[str, int]]:
 
 
 def _device_line(plan: "Plan") -> str:
-    """Say what the device's memory goes to, and what is left of it."""
+    """Return a line about the use of the device's memory, and what is free."""
     parts = plan.gpu_bytes
     dense = "weights" if plan.sizes.is_dense else "dense parts"
     names = {"dense": dense, "kv_cache": "KV cache", "workspace": "activations"}

@@ -102,7 +102,7 @@ class Planner:
         )
 
     def _draft(self) -> "ModelSizes | None":
-        """Return the sizes of the model that drafts, as `load_small` loads it."""
+        """Return the sizes of the draft model as `load_small` loads it."""
         from tandem.forecast.sizes import model_sizes
         from tandem.generate.speculation.small_model import small_options
         from tandem.hf.checkpoint import open_model
@@ -134,8 +134,9 @@ def _over_disk(
 ) -> "tuple[SlotsOverDisk | None, DiskForecast | None]":
     """Return what memory holds of a packed model with some experts on the disk, and its speed.
 
-    Those that do not fit, or beyond `expert_memory`; None where there are none. The speed on the
-    CPU, where that was measured. Raises `TandemError` for what a load refuses.
+    The experts on the disk are those that do not fit, or exceed `expert_memory`; None if there are
+    none. The speed is on the CPU, if that was measured. Raises `TandemError` if a load would
+    refuse.
     """
     given, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
     if given is not None and is_plain:
@@ -172,7 +173,7 @@ def _over_disk(
 def _sizes_with(
     source: ModelChoice, shape: str | None
 ) -> "tuple[Callable[[OffloadConfig], ModelSizes], list[Path]]":
-    """Return what gives a model's sizes under some options, and its files if they are packed."""
+    """Return a function for a model's sizes under some options, and its files if packed."""
     from tandem.forecast.completeness import require_complete
     from tandem.forecast.sizes import model_sizes
     from tandem.hf.checkpoint import open_model
@@ -190,7 +191,7 @@ def _sizes_with(
 def _speed(
     sizes: "ModelSizes", offload: "OffloadConfig", num_slots: int, asked: PlanAsked
 ) -> "AnyForecast | str":
-    """Return the forecast that was asked for, or why there is none."""
+    """Return the requested forecast, or why there is none."""
     from tandem.forecast.cpu_forecast import forecast_from_profile
     from tandem.forecast.gpu_forecast import forecast_on_gpu, machine_for
     from tandem.forecast.speed_forecast import forecast_speed, why_not_measured

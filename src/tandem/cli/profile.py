@@ -72,7 +72,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _disk_of(choice: ModelChoice, expert_bytes: int) -> "DiskCosts | None":
-    """Measure the disk under a model's files; None, with a warning, where they cannot be read."""
+    """Measure the disk of a model's files; None, with a warning, if they cannot be read."""
     from tandem.hardware.disk import measure_disk
     from tandem.hf.checkpoint import open_model
 

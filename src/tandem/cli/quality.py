@@ -114,7 +114,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 class _Run:
-    """One measurement: the models that are asked for, each loaded when its turn comes."""
+    """One measurement: the requested models, each loaded when its turn comes."""
 
     def __init__(
         self, options: QualityOptions, choice: ModelChoice, offload: OffloadOptions
@@ -123,7 +123,7 @@ class _Run:
         self._bar = None if options.quiet else progress_bar()
 
     def windows(self, files: list[str] | tuple[()]) -> "list[Window]":
-        """Return the text as the model's tokenizer reads it, and the reference's too."""
+        """Return the text by the model's tokenizer, and by the reference's."""
         from tandem.quality.texts import cut_windows, held_out_texts, read_texts, words_digest
 
         texts = read_texts(files) if files else held_out_texts()
@@ -138,7 +138,7 @@ class _Run:
         return cut[0]
 
     def open_kept(self, path: Path) -> "KeptLogits":
-        """Return kept logits, whose tokens are the model's too."""
+        """Return stored logits of the same tokens."""
         from tandem.quality.kept_logits import KeptLogits
         from tandem.quality.texts import words_digest
 
@@ -149,7 +149,7 @@ class _Run:
         return kept
 
     def keep_reference(self, windows: "list[Window]", path: Path) -> "KeptLogits":
-        """Run the reference, as it is, and leave its logits in a file."""
+        """Run the unmodified reference and write its logits to a file."""
         from tandem.quality.kept_logits import KeptLogits
 
         offload = dataclasses.replace(self._offload, expert_dtype="auto", expert_memory="auto")
@@ -163,7 +163,7 @@ class _Run:
         reference: "KeptLogits | None" = None,
         keep: str | None = None,
     ) -> "Tally":
-        """Run the model, with the options that are asked for."""
+        """Run the model with the requested options."""
         return self._measure(
             self._choice, self._offload, self._options.dense_dtype, windows, "model",
             reference=reference, keep=None if keep is None else Path(keep),
@@ -226,7 +226,7 @@ def _writing(
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """Make a folder on the disk: two bytes for each token and word may be gigabytes."""
+    """Make a temporary directory on the disk: logits of two bytes each may be gigabytes."""
     cache_dir().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="quality-") as name:
         yield Path(name)

@@ -71,7 +71,7 @@ def _build_app(
     choice: ModelChoice,
     api_keys: tuple[str, ...],
 ) -> Any:
-    """Return one replica's application; its engine process begins and ends with it."""
+    """Return one replica's application; its engine process starts and ends with it."""
     from tandem.apis.images import allowed_directory
     from tandem.engine.messages import EngineSettings
     from tandem.server.app import create_app

@@ -94,12 +94,12 @@ class RunReport:
         return "\n".join(lines)
 
     def _read_parts(self) -> list[str]:
-        """Return how much of the experts was read; nothing of a dense model, which has none."""
+        """Return how much of the experts was read, as text; empty for a dense model."""
         has_experts = len(self._executor.store) > 0
         return [f"experts read {format_bytes(self._experts.touched_bytes)}"] * has_experts
 
     def _end(self, answer: "Answer") -> str:
-        """Return why an answer ended: `FinishReason`, or "context" where that is full."""
+        """Return why an answer ended: `FinishReason`, or "context" if that is full."""
         longest = self._context_tokens
         is_full = longest is not None and _used_tokens(answer) >= longest
         return "context" if answer.finish_reason == "length" and is_full else answer.finish_reason
@@ -134,7 +134,7 @@ class RunReport:
 
     @property
     def _saved_bytes(self) -> int:
-        """Weights of experts that were not read, as drafted tokens shared them; may be negative."""
+        """Bytes of expert weights that drafted tokens saved by sharing; may be negative."""
         if self._speculation is None:
             return 0
         return self._speculation.counts.saved_bytes - self._saved_before
@@ -147,14 +147,14 @@ class RunReport:
         return self._expert_cache.num_slots if self._expert_cache else 0
 
     def _seconds(self) -> tuple[float, float, float, float]:
-        """Return the clock and the seconds that CPU, device and link have worked."""
+        """Return the clock, and the busy seconds of CPU, device and link."""
         if self._expert_cache is None:
             return (0.0, 0.0, 0.0, 0.0)
         clock = self._expert_cache.clock
         return clock.now, clock.cpu_busy, clock.gpu_busy, clock.link_busy
 
     def _busy(self) -> dict[str, float]:
-        """Return the share of the time since the report began in which CPU, GPU and link worked."""
+        """Return the shares of time since the report began in which CPU, GPU, link were busy."""
         passed, *worked = (
             now - before for now, before in zip(self._seconds(), self._seconds_before, strict=True)
         )
@@ -212,7 +212,7 @@ class RunReport:
         }  # fmt: skip
 
     def _disk_json(self) -> dict[str, object] | None:
-        """Return what host slots did over the disk; None: all experts are in memory."""
+        """Return the host slots' counts as JSON; None: all experts are in memory."""
         if self._host_slots is None:
             return None
         disk = self._disk_now().since(self._disk_before)
@@ -229,13 +229,13 @@ def _used_tokens(answer: "Answer") -> int:
 
 
 def _prompt_parts(answer: "Answer") -> str:
-    """Return what the rate counts, which is not what an earlier turn has left."""
+    """Return the number of prompt tokens and the rate, which excludes tokens of earlier turns."""
     new, kept = answer.prompt_tokens - answer.reused_tokens, answer.reused_tokens
     return f"{new} new, {kept} kept" if kept else f"{new} tokens"
 
 
 def _tokens_per_step(answer: "Answer") -> float | None:
-    """Return how many tokens a decode step brought; None without any step."""
+    """Return the mean number of tokens per decode step; None without any step."""
     decoded = len(answer.token_ids) - 1  # the first one is the prompt's
     num_steps = decoded - answer.accepted_tokens
     return decoded / num_steps if num_steps > 0 else None

@@ -114,7 +114,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _require_of_disks(flags: argparse.Namespace) -> None:
-    """Raise `ConfigError` for flags that say nothing of experts on a disk."""
+    """Raise `ConfigError` for flags that do not apply to experts on a disk."""
     names = (field.name for field in fields(SimulateOptions))
     others = [n for n in names if n not in _OF_DISKS and vars(flags).get(n) is not None]
     if others:
@@ -248,7 +248,7 @@ def _print_summary(path: str, result: "Report", *, is_verbose: bool) -> None:
 
 
 def _print_details(result: "Report") -> None:
-    """Print what authors of policies look at."""
+    """Print the details that authors of policies need."""
     over, closed = result["plan_over_optimal"]["mean"], result["gap_closed"]
     gap = f", {closed:.0%} of the gap" if closed else ""
     print(
@@ -279,7 +279,7 @@ def _merge(results: dict[str, "Report"]) -> "Report":
 
 
 def _mean(values: list[Any]) -> Any:
-    """Return the mean of numbers, key by key in objects; None where there is nothing to average."""
+    """Return the mean of numbers, in objects by key; None if there are none."""
     if all(isinstance(value, dict) for value in values):
         return {key: _mean([value[key] for value in values]) for key in values[0]}
     if all(isinstance(value, str) for value in values):

@@ -115,7 +115,7 @@ def from_mapping(config: type[T], values: Mapping[str, object], *, where: str) -
 
 
 def require_types(config: type[Any], values: Mapping[str, object], *, where: str) -> None:
-    """Raise `ConfigError` for a value of a file that is of another type than its field."""
+    """Raise `ConfigError` for a value of a file that has another type than its field."""
     hints = typing.get_type_hints(config)
     for key, value in values.items():
         if key in hints and not _fits(value, hints[key]):
@@ -125,7 +125,7 @@ def require_types(config: type[Any], values: Mapping[str, object], *, where: str
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Tell whether a value of a JSON file is of a type, such as `list[str] | None`."""
+    """Tell whether a value of a JSON file has a type, such as `list[str] | None`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return any(_fits(value, one) for one in inner)

@@ -70,9 +70,9 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
     ) -> None:
         """Make `num_slots` slots with room for `capacity` tokens each; they grow.
 
-        Without `has_replay` the model's own code runs every step. `kv_dtype` is as of `KvCache`.
-        With `notes_hidden`, `hidden` and `on_hidden` tell what the output head reads. `inputs`
-        returns the tensors that a decode step of so many tokens reads besides its tokens.
+        Without `has_replay` the model's own code runs every step. `kv_dtype` is as in `KvCache`.
+        With `notes_hidden`, `hidden` and `on_hidden` report the output head's input. `inputs`
+        returns additional tensors that a decode step of some number of tokens reads.
         """
         cache = KvCache(threads, num_slots, max(1, capacity), kv_dtype=kv_dtype)
         super().__init__(ModelRunner(model, cache, threads, notes_hidden=notes_hidden), cache)
@@ -88,7 +88,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @property
     def step(self) -> ReplayedStep:
-        """The decode step that ran last, or else that of all slots."""
+        """The last decode step, or that of all slots."""
         return (self._last or self._step_of(self.num_slots)).replayed
 
     @torch.inference_mode()
@@ -127,7 +127,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return "linear layers are not packed (--dense-dtype), so that an answer might change"
 
     def _steps_are_native(self) -> bool:
-        """Whether recorded steps compute a token alike in any batch, as far as there are some."""
+        """Whether recorded steps are batch-invariant, as far as they exist."""
         settled = [s.replayed for s in self._steps.values() if s.replayed.has_settled]
         graphs = [replayed.recording for replayed in settled]
         return bool(graphs) and all(
@@ -176,8 +176,8 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
     def may_join_prefill(self) -> bool:
         """Tell whether `prefill` gives a decoded token the logits of a decode step, to the bit.
 
-        Not where windows keep the prompt, as a decoded token would become a part of it, and not
-        where latents are expanded for prompts alone, for which a trial finds other bits.
+        This does not hold where windows keep the prompt, as a decoded token would become part of
+        it, nor where latents are expanded in prompts only, for which a trial finds other bits.
         """
         if self.cache.prompt_windows:
             self._joins = False
@@ -185,7 +185,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return bool(self._joins)
 
     def _try_joining(self, tokens: Mapping[int, Sequence[int]]) -> Tensor | None:
-        """Return what `prefill` gives a step's tokens, which are then taken back."""
+        """Return `prefill`'s results for a step's tokens, which are then taken back."""
         step = self._step_of(sum(map(len, tokens.values()))).replayed
         if not step.has_settled or any(len(new) > 1 for new in tokens.values()):
             return None
@@ -263,7 +263,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @contextmanager
     def on_trial(self, slots: Sequence[int]) -> Iterator[None]:
-        """Let slots forget afterwards the few tokens that they get inside."""
+        """Take back the few tokens that slots get inside this context."""
         lengths = {slot: self.cache.lengths[slot] for slot in slots}
         with torch.inference_mode():
             put_back = self.cache.states.save(slots)

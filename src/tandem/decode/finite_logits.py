@@ -1,6 +1,6 @@
 """Finds NaN and infinity in logits at every step, and the layer that they came from.
 
-A step costs one pass over its logits. Only when they are spoilt are the layers looked through.
+It costs one pass over the logits per step. Layers are searched only after a find.
 """
 
 import math
@@ -53,7 +53,7 @@ def _waited_for(values: Tensor) -> list[float]:
 
 @torch.inference_mode()
 def _first_spoilt(model: PreTrainedModel, ids: list[int]) -> str | None:
-    """Run tokens once more; return the name of the first module whose output is not finite."""
+    """Run tokens again; return the name of the first module whose output is not finite."""
     found: list[str] = []
 
     def listener(name: str) -> Callable[..., None]:

@@ -37,7 +37,7 @@ class ImagePrompt:
 
 @dataclass(slots=True)
 class _Shown:
-    """The images of one slot, and what the model has made of them so far."""
+    """One slot's images, and the features that the model has computed of them."""
 
     prompt: ImagePrompt
     positions: Tensor
@@ -49,7 +49,7 @@ class _Shown:
     features: ImageFeatures | None = None
 
     def positions_of(self, segment: Segment) -> Tensor:
-        """Return the positions (kinds, n) of a segment's tokens, some perhaps after the prompt."""
+        """Return the positions (kinds, n) of a segment's tokens, which may lie after the prompt."""
         first, end = segment.first_position, segment.first_position + segment.num_tokens
         known = self.positions[:, first:end]
         later = torch.arange(first + known.shape[1], end, device="cpu") + self.delta
@@ -73,7 +73,7 @@ class SlotImages:
             self._prompts[slot] = prompt
 
     def ids(self, keys: Sequence[int]) -> list[int]:
-        """Return the model's token ids for keys of slots."""
+        """Return the model's token ids for slots' keys."""
         return [key if key >= 0 else int(self._model.config.image_token_id) for key in keys]
 
     def deltas(self, slots: Sequence[int]) -> list[int] | None:
@@ -87,8 +87,8 @@ class SlotImages:
     ) -> tuple[Tensor, Tensor, ImageFeatures | None]:
         """Return ids (n_tokens,), positions (1, n) or (kinds, 1, n), and features, for a forward.
 
-        `keys` and `positions` (n_tokens,) are of the segments' tokens. There are no features where
-        no token is of an image.
+        `keys` and `positions` (n_tokens,) are those of the segments' tokens. Without image tokens
+        there are no features.
         """
         if not any(segment.slot in self._prompts for segment in segments):
             return keys, positions[None], None
@@ -125,7 +125,7 @@ class SlotImages:
     def _features_of(self, segment: Segment, shown: _Shown) -> ImageFeatures | None:
         """Return the features of a segment's image tokens; None if it has none.
 
-        The tower runs once a prompt, and not for images that a slot has read before.
+        The tower runs once per prompt, and not for images that a slot has read before.
         """
         first, end = segment.first_position, segment.first_position + segment.num_tokens
         before, count = (
@@ -170,9 +170,9 @@ def why_no_slot_images(model: PreTrainedModel) -> str | None:
 def _changed(
     features: Sequence[ImageFeatures], change: Callable[[list[Tensor]], Tensor]
 ) -> ImageFeatures:
-    """Change what merging reads: the features, and those of the tower's depths if it has some.
+    """Replace what the merging code reads: the features, and those of the tower's depths, if any.
 
-    Each of them is one tensor (image tokens, hidden size) or one for each image, by model and
+    Each of them is one tensor (image tokens, hidden size) or one per image, depending on model and
     version of Transformers.
     """
 

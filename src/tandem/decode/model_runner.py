@@ -64,7 +64,7 @@ class ModelRunner:
 
     @property
     def executor(self) -> Executor | None:
-        """What computes the model's experts now; None for a model that Tandem did not load."""
+        """The object that computes the experts now; None for a model that Tandem did not load."""
         return executor_of(self.model)
 
     def why_not_replayed(
@@ -91,9 +91,9 @@ class ModelRunner:
         """Return the logits (b, n_tokens, vocabulary) of ids (b, n_tokens) at their positions.
 
         Positions are (b, n_tokens), or (kinds, b, n_tokens) where images have several. With `keep`,
-        of those tokens alone, where the model can leave the others out. `features` are those of
-        the image tokens among the ids, as of `SlotImages`. What is no prompt runs as the model has
-        it, to be recorded.
+        only the logits of those tokens, if the model supports that. `features` are those of the
+        image tokens among the ids, as in `SlotImages`. Calls that are not prompts run the model's
+        own code, to be recorded.
         """
         is_kept = keep is not None and self.keeps_logits
         native = self._operations if is_prompt else None
@@ -152,15 +152,15 @@ class ModelRunner:
 
 
 def _before_head(model: PreTrainedModel) -> nn.Module:
-    """Return what makes a model's last hidden state; Llama 4's `get_decoder` has a head, too."""
+    """Return the module with the last hidden state; Llama 4's `get_decoder` has a head too."""
     decoder: ModelPart = model.get_decoder()
     return decoder.model if hasattr(decoder, "lm_head") else decoder
 
 
 def _looks_for_embeddings(model: nn.Module) -> bool:
-    """Whether a model's code brings ids to where its embeddings are (Llama 4).
+    """Whether a model's code moves ids to the embeddings' device (Llama 4).
 
-    If that is the host, a captured step cannot: it is given their rows.
+    If that is the host, a captured step cannot run it and gets the embeddings' rows instead.
     """
     forwards = {
         inspect.unwrap(vars(kind)["forward"])
@@ -172,7 +172,7 @@ def _looks_for_embeddings(model: nn.Module) -> bool:
 
 
 def executor_of(model: PreTrainedModel) -> Executor | None:
-    """Return what computes a model's experts now; None for one that Tandem did not load."""
+    """Return the object that computes a model's experts; None if Tandem did not load the model."""
     runtime = runtime_of(model)
     return None if runtime is None else runtime.executor
 

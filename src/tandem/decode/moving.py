@@ -31,9 +31,9 @@ class MovingSlots:
         return copied.numpy().data
 
     def cut(self, slot: int, length: int) -> bool:
-        """Let a slot forget what it holds beyond `length` tokens, so that others can be put in.
+        """Make a slot forget everything after `length` tokens, so that others can be put in.
 
-        False: part of what comes before has been dropped already.
+        False: a part of what precedes them has been dropped already.
         """
         is_cut = self._cache.cut(slot, length)
         if is_cut:

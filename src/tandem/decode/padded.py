@@ -1,4 +1,4 @@
-"""Does around each forward what Transformers' `generate` does, for a decode loop of our own.
+"""Does what Transformers' `generate` does around each forward, for Tandem's decode loop.
 
 Knows the tensors of one step; neither sampling nor text.
 """

@@ -48,15 +48,14 @@ class SlotPool(ABC):
 
     @property
     def step(self) -> ReplayedStep | None:
-        """The decode step that ran last, or else that of all slots; None: never replayed."""
+        """The last decode step, or that of all slots; None: steps are never replayed."""
         return None
 
     @property
     def moving(self) -> MovingSlots | None:
-        """Moves the contents of slots out and in; None before the first prompt, or if they cannot
-        move.
+        """Moves the contents of slots out and in; None before the first prompt.
 
-        None: it stays where it is.
+        Also None if they cannot move.
         """
         return None
 
@@ -143,7 +142,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
     @property
     @abstractmethod
     def step(self) -> ReplayedStep:
-        """The decode step that ran last, or else that of all slots."""
+        """The last decode step, or that of all slots."""
 
     def held(self, slot: int) -> Sequence[int]:
         """Return the tokens whose keys and values a slot holds."""
@@ -186,7 +185,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
         """Append tokens to a slot; return the logits after each, unchecked."""
 
     def pretend(self, depth: int, room: int) -> None:
-        """Let every slot hold `depth` made-up tokens, with room for more, to time a step.
+        """Make every slot claim `depth` made-up tokens, with room for more, to time a step.
 
         Run a prompt first: it creates the KV cache's layers.
         """
@@ -197,7 +196,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
     def _tell_hidden(
         self, hidden: Tensor | None, tokens: Iterable[tuple[int, Sequence[int]]]
     ) -> None:
-        """Tell what the head read of tokens that slots hold now: (n_tokens, width)."""
+        """Report what the head read of the tokens in slots, (n_tokens, width)."""
         self.hidden = hidden
         if hidden is None or self.on_hidden is None:
             return
@@ -209,7 +208,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
 
     @contextmanager
     def _going_back(self, slots: Sequence[int]) -> Iterator[None]:
-        """Let slots with states go back to a checkpoint if a step breaks off."""
+        """Restore slots with states from a checkpoint if a step fails."""
         try:
             yield
         except BaseException:
@@ -219,7 +218,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
             raise
 
     def _require_finite(self, slots: Sequence[int], logits: Tensor) -> None:
-        """Raise `ExecutionError` for logits (slots, vocabulary) that are not; forget the slots."""
+        """Raise `ExecutionError` for non-finite logits (slots, vocabulary); forget the slots."""
         try:
             require_finite_logits(
                 self._model.model, logits, lambda i: self._images.ids(self._held[slots[i]])

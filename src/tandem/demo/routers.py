@@ -62,7 +62,7 @@ def cluster_router(
 
 
 def expert_shares(logits: torch.Tensor, num_experts_per_tok: int) -> torch.Tensor:
-    """Return each expert's share of the (token, expert) pairs that (n, num_experts) logits make."""
+    """Return each expert's share of the choices that logits (n, num_experts) make."""
     num_experts = logits.shape[-1]
     chosen = logits.topk(num_experts_per_tok, dim=-1).indices.flatten()
     return torch.bincount(chosen, minlength=num_experts) / chosen.numel()

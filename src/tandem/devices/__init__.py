@@ -8,7 +8,7 @@ from tandem.experts.cache.sizing import DeviceMemory
 
 
 class DeviceKind:
-    """A kind of device, of which nothing is loaded yet."""
+    """A kind of device; nothing of it is loaded yet."""
 
     help: str
     machine = ""

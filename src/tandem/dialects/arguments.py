@@ -57,7 +57,7 @@ def value_of(argument: Argument, schema: Mapping[str, object]) -> object:
 
 
 def _nested_value(text: str, schema: object) -> object:
-    """Return a text's value, which may have nested elements."""
+    """Return the value of a text with nested elements."""
     elements = list(nested(text)) if NAMESPACE in text else []
     types = set(type_names(schema)) if isinstance(schema, dict) else set()
     if not elements:
@@ -97,7 +97,7 @@ def json_value(text: str) -> object:
 
 
 def _refuse(constant: str) -> None:
-    """Raise for NaN and the like, which are not JSON, so that they stay text."""
+    """Raise for NaN and infinities, which are not JSON, so that they stay text."""
     raise ValueError(constant)
 
 
@@ -117,7 +117,7 @@ def _list(value: object) -> list[object]:
 
 
 def _type(value: object) -> str:
-    """Return the name that JSON Schema has for a value's type; integers are numbers too."""
+    """Return JSON Schema's name for a value's type; integers are numbers too."""
     if value is None:
         return "null"
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
@@ -164,7 +164,7 @@ def _call(node: ast.expr) -> dict[str, object]:
 
 
 def _value(node: ast.expr) -> object:
-    """Return the value of a literal; JSON's own names are values too."""
+    """Return the value of a Python literal; JSON's names (true, null) are accepted."""
     names = {"true": True, "false": False, "null": None}
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]

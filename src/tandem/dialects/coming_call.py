@@ -111,7 +111,7 @@ class ComingCalls:
             self._place, self._object, self._is_first = after.end(), None, True
 
     def _find_object(self) -> bool:
-        """Find where the next arguments begin; False: not yet, or this is nothing to stream."""
+        """Find where the next arguments begin; False if there are none yet, or none to stream."""
         if self._is_named and self._has_begun:
             return False
         place = self._place
@@ -133,7 +133,7 @@ class ComingCalls:
         return AnswerPart(arguments=piece)
 
     def _whole_calls(self, value: object) -> Iterator[AnswerPart]:
-        """Yield the calls that are left: of the text, or of what the parser has made of it."""
+        """Yield the remaining calls: of the text, or of the parser's result."""
         if self._values == "python":
             value = python_calls(self._text)
         elif self._values == "json":
@@ -182,7 +182,7 @@ class _JsonObject:
         self.has_ended = False
 
     def take(self, text: str, first: int) -> tuple[str, int]:
-        """Return what of a text, from a place on, belongs to the object; and where that ends."""
+        """Return the part of a text, from `first` on, that belongs to the object, and its end."""
         place = first
         while place < len(text) and not self.has_ended:
             self._pass(text[place])

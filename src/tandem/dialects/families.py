@@ -1,14 +1,14 @@
-r"""The families of models, told from each other by their chat templates.
+r"""The families of models, distinguished by their chat templates.
 
-Each is a response template for Transformers' streaming parser, which tells reasoning, text and
-calls apart. What is in a call is read after it (`arguments`), because its content parsers give
-nothing before a call has ended; and LFM2's calls are Python, which none of them reads; strings of
-GLM, Qwen3 Coder, MiniMax and Hunyuan are written as they are, so that only the tool's schema tells
-"5" from 5 (the parser's own casts know no enums); DeepSeek V3.2 and Kimi K3 tell types in an
-attribute, which `xml-inline` has no group for; MiniMax M3 has tags within tags.
+Each is a response template for Transformers' streaming parser, which separates reasoning, text and
+calls. The content of a call is parsed afterwards (`arguments`), for these reasons: the parser emits
+nothing before a call has ended; LFM2's calls are Python, which it cannot parse; strings of GLM,
+Qwen3 Coder, MiniMax and Hunyuan are unquoted, so that only the tool's schema distinguishes "5" from
+5 (the parser's own casts know no enums); DeepSeek V3.2 and Kimi K3 have types in an attribute,
+which `xml-inline` does not support; MiniMax M3 nests tags.
 
-An optional end, such as `(?:\s*</tool_call>)?`, cannot stand in a pattern: the parser takes the
-match that is there before the rest has come. So what stands around calls is read over by itself.
+A pattern cannot have an optional end, such as `(?:\s*</tool_call>)?`: the parser takes the match
+that exists before the rest has arrived. So the text around calls is skipped separately.
 """
 
 import re

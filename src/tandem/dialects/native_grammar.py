@@ -63,7 +63,7 @@ class NativeForm:
         return f"up_to_{_number(mark)}"
 
     def rule_up_to(self, mark: str) -> str:
-        """Return the rule behind that item."""
+        """Return the rule of that item."""
         if mark in self.ids:
             return ""
         return f"up_to_{_number(mark)}[lazy]: {self._before(mark)} {json.dumps(mark)}\n"
@@ -158,7 +158,7 @@ def _arguments(form: NativeForm, number: int, schema: Mapping[str, object]) -> I
 
 
 def _value(form: NativeForm, schema: object, close: str) -> str:
-    """Return the item of a value and the mark behind it."""
+    """Return the item of a value and its closing mark."""
     if isinstance(schema, dict):
         choices = schema.get("enum")
         if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
@@ -178,5 +178,5 @@ def _can_rule(schema: Mapping[str, object]) -> bool:
 
 
 def _number(mark: str) -> str:
-    """Return a name for a mark that no other has."""
+    """Return a unique name for a mark."""
     return mark.encode().hex()

@@ -110,10 +110,10 @@ class AnswerReader:
 
 
 def _parser(template: dict[str, object], prefix: str) -> Any:
-    """Return Transformers' parser, which says with each opening what its pattern has named.
+    """Return Transformers' parser, changed to report with each opening the names of its pattern.
 
-    Its own events keep that for the end, when it is too late to stream. Where a version of it has
-    other insides, calls come whole.
+    Its own events report them only at the end, which is too late for a stream. If a version of the
+    parser has other internals, calls are reported as a whole.
     """
     from transformers.utils.chat_parsing import ResponseParser
 

@@ -49,7 +49,7 @@ def free_calls(
 def _followed(tools: Sequence[DescribedTool]) -> list[tuple[str, Mapping[str, object]]]:
     """Return (name, schema) of tools.
 
-    A schema that no grammar follows lets any object pass, unless it was said to be strict.
+    A schema without a grammar allows any object, unless it is strict.
     """
     found: list[tuple[str, Mapping[str, object]]] = []
     for name, schema, is_strict in tools:

@@ -96,7 +96,7 @@ def _plain_turn(turn: Turn) -> Turn:
 
 
 def _around(before: str, content: Any, after: str) -> Any:
-    """Put texts around a content: a text, or parts of which some are images."""
+    """Put texts around a content, which is text or a list of parts."""
     if isinstance(content, str):
         return f"{before}{content}{after}"
     parts = ({"type": "text", "text": text} for text in (before, after) if text)
@@ -104,7 +104,7 @@ def _around(before: str, content: Any, after: str) -> Any:
 
 
 def _with_ids(turn: Turn, names: Mapping[str, str]) -> Turn:
-    """Return a turn whose calls have other ids: those that are given, or nine characters."""
+    """Return a turn whose calls have other ids: given ones, or nine characters."""
 
     def renamed(call_id: object) -> str:
         digest = hashlib.sha256(str(call_id).encode()).hexdigest()
@@ -119,7 +119,7 @@ def _with_ids(turn: Turn, names: Mapping[str, str]) -> Turn:
 
 
 def _kimi_ids(turns: Sequence[Turn]) -> dict[str, str]:
-    """Return the ids that Kimi gives calls: their names, and their numbers in the conversation."""
+    """Return Kimi's ids of calls: the tool's name and the call's number in the conversation."""
     calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
     return {
         str(call["id"]): f"functions.{call['function']['name']}:{number}"
@@ -128,15 +128,15 @@ def _kimi_ids(turns: Sequence[Turn]) -> dict[str, str]:
 
 
 def _with_thinking(turn: Turn) -> Turn:
-    """Return a turn with its reasoning by the other name."""
+    """Return a turn with its reasoning under the other field name."""
     thoughts = turn.get("reasoning_content")
     return {**turn, "thinking": thoughts} if thoughts else turn
 
 
 def _one_call_each(turns: Sequence[Turn]) -> list[Turn]:
-    """Split a turn of several calls, so that each has its result behind it.
+    """Split a turn with several calls, so that each is followed by its result.
 
-    Beside a call, reasoning stands alone: the template takes either that or text.
+    Reasoning beside a call becomes a turn of its own: the template accepts either that or text.
     """
     found: list[Turn] = []
     results = {turn.get("tool_call_id"): turn for turn in turns if turn["role"] == "tool"}

@@ -194,7 +194,7 @@ class Engine:
             self._tell_failed((request.request_id,), error)
 
     def _tell_failed(self, numbers: Sequence[int], error: Exception) -> None:
-        """Return a sentence for the client; text of an error that is not Tandem's is withheld."""
+        """Return a sentence for the client; the text of foreign errors is withheld."""
         message = str(error)
         if not isinstance(error, TandemError):
             _log.error("a request failed inside the engine process", exc_info=error)

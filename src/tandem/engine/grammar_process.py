@@ -101,7 +101,7 @@ def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.L
 
 
 def _built_tables(tables: Tables) -> llguidance.LLTokenizer | ConfigError:
-    """Return the tables, or why there are none."""
+    """Return the tables, or the reason why there are none."""
     try:
         tokenizer = tables.build()
     except ConfigError as error:
@@ -111,7 +111,7 @@ def _built_tables(tables: Tables) -> llguidance.LLTokenizer | ConfigError:
 
 
 def _built(build: Build, tokenizer: llguidance.LLTokenizer | ConfigError) -> dict[str, str | None]:
-    """Return {"grammar": its text} of one whose first mask is there, or {"problem": why not}."""
+    """Return {"grammar": text} once its first mask is computed, or {"problem": reason}."""
     try:
         grammar = pickle.loads(build.writer)()
     except TandemError as error:

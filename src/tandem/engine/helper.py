@@ -104,7 +104,7 @@ def answer_in_fork(
 
 
 def _limit(connection: socket.socket, limits: Limits) -> None:
-    """Let the kernel end this fork at its limits, by signals that it does not handle."""
+    """Make the kernel kill this fork at its limits, by signals that it does not handle."""
     number = connection.fileno()
     fcntl.fcntl(number, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_ASYNC)

@@ -107,7 +107,7 @@ class LiveSnapshots:
             self._executor.cache.clock.watchers += change
 
     def _busy(self) -> tuple[float, float, float, float]:
-        """Return the seconds that CPU, device and link have worked, and the planner's clock."""
+        """Return the busy seconds of CPU, device and link, and the planner's clock."""
         if self._executor.cache is None:
             return (0.0, 0.0, 0.0, 0.0)
         clock = self._executor.cache.clock
@@ -133,7 +133,7 @@ class LiveSnapshots:
         return json.dumps(snapshot, separators=(",", ":"))
 
     def _where(self) -> bytes:
-        """Return a byte per expert: where it lives."""
+        """Return a byte per expert for its place."""
         if self._executor.cache is None:
             return bytes(self._num_layers * self._num_experts)
         where = {READY: ON_DEVICE, COPYING: ARRIVING}

@@ -91,7 +91,7 @@ class EngineProcess:
             await self._has_ended.wait()
 
     def _read(self) -> None:
-        """Hand on the messages that have come, or the end."""
+        """Deliver the messages that have arrived, or the end."""
         try:
             for message in came(self._ours):
                 self._on_message(message)
@@ -105,7 +105,7 @@ class EngineProcess:
                 connection.send(message)
 
     def _join(self) -> None:
-        """Wait for a process that has closed its pipe; kill it if its last steps take too long."""
+        """Wait for a process that has closed its pipe; kill it if it takes too long."""
         self._process.join(_KILL_AFTER_SECONDS)
         if self._process.is_alive():
             self._process.kill()
@@ -122,7 +122,7 @@ class EngineProcess:
 def came(connection: Connection) -> Iterator[object]:
     """Yield the messages that have arrived, without waiting for more.
 
-    A busy loop gets here seldom: with one message per call, streams would fall behind the engine.
+    A busy loop rarely gets here: with one message per call, streams would lag behind the engine.
     """
     coming = select.poll()
     coming.register(connection.fileno(), select.POLLIN)
@@ -134,7 +134,7 @@ def came(connection: Connection) -> Iterator[object]:
 
 @contextlib.contextmanager
 def _held_signals() -> Iterator[None]:
-    """Keep signals from a process that is started meanwhile, until it says what becomes of them."""
+    """Block signals while a process is started, until it has set its handlers."""
     resource_tracker.ensure_running()  # to start it lets signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:

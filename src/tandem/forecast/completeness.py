@@ -43,9 +43,9 @@ def require_all_tensors(path: Path, model: nn.Module, names: Iterable[str]) -> N
 
 
 def _require_parameters(path: Path, model: nn.Module, found: set[str]) -> None:
-    """Expect of every layer what other layers have.
+    """Require of every layer what other layers have.
 
-    Some names of a few architectures are found by loading only, and then of all layers.
+    In a few architectures some names are found by loading only, and then for all layers.
     """
     by_id: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -67,7 +67,7 @@ def _require_parameters(path: Path, model: nn.Module, found: set[str]) -> None:
 
 
 def _require_experts(path: Path, model: nn.Module, tensors: dict[str, list[str]]) -> None:
-    """Compare experts that are in one tensor each with their number, layer by layer."""
+    """Compare the number of experts in each layer with the number of their tensors."""
     sources = {
         f"{module_name}.{name}": (len(parameter), Counter(map(_kind, tensors[full_name])))
         for module_name, module in model.named_modules()

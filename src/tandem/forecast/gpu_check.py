@@ -69,7 +69,7 @@ def parse_smi(line: str) -> Driver:
 
 
 def _without_gpu(reason: str) -> Finding:
-    """Say why there is none; without a driver there is nothing to mend."""
+    """Return why there is no GPU; without a driver nothing needs to be repaired."""
     if shutil.which("nvidia-smi") is None:
         return Finding("GPU", "good", "none: every expert runs on the CPU")
     return Finding(
@@ -93,7 +93,7 @@ def _memory(gpu: Gpu, streams: CudaStreams) -> Finding:
 
 
 def _link(streams: CudaStreams, driver: Driver) -> Finding:
-    """Time copies of pinned memory to the GPU."""
+    """Time copies from pinned memory to the GPU."""
     try:
         host, device = streams.pinned(_COPY_BYTES), streams.empty(_COPY_BYTES)
     except (OutOfDeviceMemoryError, RuntimeError) as error:
@@ -149,7 +149,7 @@ def _locked_memory() -> Finding:
 
 
 def _ask_about_first_gpu() -> Driver:
-    """Name torch's first GPU by its UUID, as nvidia-smi may count otherwise."""
+    """Query torch's first GPU by its UUID, because nvidia-smi may number GPUs differently."""
     return ask_nvidia_smi(str(torch.cuda.get_device_properties(0).uuid))
 
 

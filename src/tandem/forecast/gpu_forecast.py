@@ -116,7 +116,7 @@ def measured_shape(sizes: ModelSizes) -> ModelShape:
 
 
 def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
-    """Measure the CPU and the memory on a few layers; what was measured is kept."""
+    """Measure the CPU and the memory on a few layers; the result is kept."""
     here = dataclasses.replace(offload, device="cpu", expert_dtype=sizes.expert_formats[0])
     shape = measured_shape(sizes)
     model = build_random_model(shape, here, dense_dtype=sizes.dense_format)
@@ -233,10 +233,10 @@ def shape_sizes(shape: ModelShape, offload: OffloadConfig) -> ModelSizes:
 def _dense_seconds(
     known_seconds: tuple[float, ...], known: ModelSizes, sizes: ModelSizes
 ) -> tuple[float, ...]:
-    """Return what a layer's dense parts take, by tokens, from the times of a known shape.
+    """Return the seconds of a layer's dense parts by token count, from those of a known shape.
 
-    A few tokens cost what the bytes do, beside launches; many cost their arithmetic, of which there
-    is as much where weights are packed.
+    Few tokens cost their bytes, beside launches; many cost their arithmetic, which packing does not
+    change.
     """
     of_known = _layer_bytes(known.plain_dense_bytes, known)
     arithmetic = _layer_bytes(sizes.plain_dense_bytes, sizes) / of_known

@@ -181,7 +181,7 @@ def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
 
 
 def tower_bytes(vision: PreTrainedConfig | None, image_tokens: int) -> int:
-    """Return what the activations of a tower that reads images take at most.
+    """Return the most bytes of an image tower's activations.
 
     Weights were fitted to Qwen3.5's tower: 62 kB a patch at 4,096 patches, 51 kB at 9,216.
     """
@@ -197,7 +197,7 @@ def _number(config: PreTrainedConfig, name: str) -> int:
 
 
 def _heads_width(config: PreTrainedConfig) -> int:
-    """Return how many values the queries of a token have in a layer."""
+    """Return the number of values in a layer's queries per token."""
     heads = _number(config, "num_attention_heads")
     latent = _number(config, "qk_nope_head_dim") + _number(config, "qk_rope_head_dim")
     widths = [latent, *(_number(config, name) for name in ("head_dim", "global_head_dim"))]
@@ -275,12 +275,12 @@ def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
 
 
 def _packed_in(name: str, sizes: ModelSizes) -> str:
-    """Say what a format is given to."""
+    """Return text about what is packed in a format."""
     return f"--dense-dtype {name}" if sizes.is_dense else f"{name} experts"
 
 
 def _rounded_dense_layers(sizes: ModelSizes) -> list[str]:
-    """Say of a quantised checkpoint which linear layers do not keep its codes."""
+    """Return text about a quantised checkpoint's linear layers that do not keep their codes."""
     kept, others = sizes.dense_layers_with_codes, sizes.dense_layers_without
     if not others:
         return []
@@ -314,7 +314,7 @@ def _to_fit(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
 
 
 def _decode_with(speed: SpeedForecast, before: ModelSizes, after: ModelSizes) -> float:
-    """Return the decode speed if experts' bytes were what a step costs beside the dense parts."""
+    """Return the decode speed if a step cost only the dense parts and the experts' bytes."""
     now, then = (
         sizes.top_k * sizes.num_moe_layers * sizes.expert_image_bytes + sizes.total_dense_bytes
         for sizes in (before, after)
@@ -380,7 +380,7 @@ def _disk_json(slots: SlotsOverDisk, found: DiskForecast | None) -> dict[str, ob
 
 
 def _more_of_speed(speed: AnyForecast | str) -> dict[str, object]:
-    """Return what one kind of forecast has beside the others."""
+    """Return the additional fields of one kind of forecast."""
     if isinstance(speed, str):
         return {"speed_unknown": speed}
     if isinstance(speed, GpuForecast):

@@ -77,7 +77,7 @@ def _log_probabilities(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _unpacked(model: PreTrainedModel) -> Iterator[None]:
-    """Let torch multiply with the numbers of packed linear layers, inside."""
+    """Let torch multiply the unpacked weights of packed linear layers inside the context."""
     layers = [layer for _, layer in packed_layers(model) if not layer.groups]
     handles = [layer.register_forward_hook(_in_torch) for layer in layers]
     try:

@@ -275,7 +275,7 @@ def _format_name(layer: HostLayer, dtype: torch.dtype) -> str:
 def _dense_bytes(
     model: nn.Module, packed: Mapping[str, WeightFormat], tables: Collection[str]
 ) -> dict[str, int]:
-    """Return the bytes of what is not an expert, by part; `tables` of rows by their paths."""
+    """Return the bytes of everything but experts, by part; `tables` of rows by their paths."""
     totals = {name: 0 for name, _ in _PARTS} | {_OTHER: 0, _TABLES: 0}
     for name, num_bytes in dense_parts(model, packed):
         part = next((p for p, words in _PARTS if any(w in name for w in words)), _OTHER)

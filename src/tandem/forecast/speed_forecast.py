@@ -162,7 +162,7 @@ def _median(times: Sequence[Times]) -> Times:
 
 
 def _layers_to_time(sizes: ModelSizes) -> list[int]:
-    """Return of how many layers the models are that are timed; small ones are whole."""
+    """Return the layer counts of the models that are timed; small models are timed whole."""
     if sizes.layers_bytes <= _WHOLE_BYTES:
         return [sizes.num_layers]
     listed = cut_shape(sizes, sizes.num_layers).kinds
@@ -172,13 +172,12 @@ def _layers_to_time(sizes: ModelSizes) -> list[int]:
 
 
 def prefixes_to_time(kinds: Sequence[tuple[bool, str]], room: int) -> list[int]:
-    """Return how long two prefixes of a model's layers are that say what the other layers take.
+    """Return the lengths of two prefixes of a model's layers that represent its other layers.
 
-    `kinds` says of each layer whether it holds experts, as if all of a dense model's did, and what
-    else it is; there are two or more.
-    The first prefix is the shortest with each kind that more than one layer has; what the second
-    has more is mixed most like the layers after the first. Together they have no more than `room`
-    layers with experts, if two such prefixes exist.
+    `kinds` has two or more layers, and for each whether it holds experts (true for all layers of a
+    dense model) and its other properties. The first prefix is the shortest with each kind that more
+    than one layer has. The additional layers of the second are mixed most like the layers after the
+    first. Together they have at most `room` layers with experts, if two such prefixes exist.
     """
     lengths = range(1, len(kinds) + 1)
     num_moe = [sum(has_experts for has_experts, _ in kinds[:n]) for n in range(len(kinds) + 1)]
@@ -195,7 +194,7 @@ def prefixes_to_time(kinds: Sequence[tuple[bool, str]], room: int) -> list[int]:
 
 
 def _difference(some: Counter[tuple[bool, str]], others: Counter[tuple[bool, str]]) -> float:
-    """Return how differently two runs of layers are mixed; 0: alike."""
+    """Return the difference between the mixes of two runs of layers; 0: equal."""
     shares = (some[kind] / some.total() - n / others.total() for kind, n in others.items())
     return round(sum(map(abs, shares)), 6)
 

@@ -49,12 +49,12 @@ def state_bytes_of(model: PreTrainedModel) -> int:
 
 
 def mixer_token_bytes(model: nn.Module) -> int:
-    """Return what a token's activations take in a layer with states, at most; 0 without one."""
+    """Return the most bytes of a token's activations in a layer with states; 0 without one."""
     return max((_mixer_bytes(part) for part in model.modules()), default=0)
 
 
 def _mixer_bytes(part: nn.Module) -> int:
-    """Return this of a module that has a convolution over tokens; 0 of any other."""
+    """Return the bytes for a module with a convolution over tokens; 0 for others."""
     children = dict(part.named_children())
     if not any(isinstance(child, nn.Conv1d) for child in children.values()):
         return 0
@@ -77,7 +77,7 @@ def checkpoint_bytes(state_bytes: int, num_tokens: int, available_bytes: int) ->
 
 
 def _num_values(layer: object) -> int:
-    """Count the values of a layer's states; a convolution keeps one token less than it is wide."""
+    """Count the values of a layer's states; a convolution keeps one token less than its width."""
     convolutions, recurrences = (
         _tensors(getattr(layer, name, None)) for name in ("conv_states", "recurrent_states")
     )
@@ -86,7 +86,7 @@ def _num_values(layer: object) -> int:
 
 
 def _tensors(states: object) -> list[Tensor]:
-    """Return what is there: Transformers has one tensor, or several, perhaps by number."""
+    """Return the existing tensors; Transformers has one, several, or a dictionary by number."""
     values = states.values() if isinstance(states, Mapping) else states
     values = values if isinstance(values, Iterable) and not isinstance(values, Tensor) else [values]
     return [value for value in values if isinstance(value, Tensor)]

@@ -36,7 +36,7 @@ class Finding:
 
 
 class _Facts(NamedTuple):
-    """What the files of a machine say."""
+    """Facts from the files of a machine."""
 
     wsl: int | None
     setting: str | None

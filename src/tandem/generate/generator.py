@@ -339,7 +339,7 @@ class Generator:
 
 
 def _of_row(options: SamplingOptions, number: int) -> SamplingOptions:
-    """Let each prompt of a call draw random numbers of its own."""
+    """Seed each prompt of a call differently."""
     seed = options.seed
     return options if seed is None else dataclasses.replace(options, seed=seed + number)
 
@@ -353,7 +353,7 @@ def _merged(options: SamplingOptions | None, fields: dict[str, Any]) -> Sampling
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt from several: a list of ids or of messages is one."""
+    """Return a list of prompts; a list of ids or of messages is one prompt."""
     if isinstance(prompts, str | ImagePrompt):
         return [prompts]
     if isinstance(prompts, Tensor):

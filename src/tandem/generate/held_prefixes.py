@@ -22,7 +22,7 @@ _MUCH = 4
 
 
 class _Disk(NamedTuple):
-    """Files, and what moves slots' contents there and back."""
+    """The prefix files, and the object that moves slots' contents there and back."""
 
     files: PrefixFiles
     slots: MovingSlots
@@ -136,7 +136,7 @@ class HeldPrefixes:
         return running.num_done - before
 
     def _read_one(self, disk: _Disk, running: Running) -> bool:
-        """Read the next segment; False, and no more is read, if it is not there any more."""
+        """Read the next segment; return False and stop reading if it is gone."""
         first, key = running.on_disk.pop(0)
         if first + SEGMENT_TOKENS <= running.num_done:  # another slot had it meanwhile
             return True
@@ -155,7 +155,7 @@ class HeldPrefixes:
         return True
 
     def _give_up(self, disk: _Disk, running: Running) -> bool:
-        """Stop reading; go back to where the slot has states, if it needs them. Returns False."""
+        """Stop reading; return to the last checkpoint of states if needed. Returns False."""
         pool, slot = self._pool, running.slot
         running.on_disk.clear()
         if disk.slots.states:
@@ -204,7 +204,7 @@ class HeldPrefixes:
         return False
 
     def _write_one(self, disk: _Disk, slot: int, number: int) -> bool:
-        """Hand a slot's segment to be written, and the states at its end; False: all is there."""
+        """Hand a slot's segment, and states at its end, to the writer; False: nothing is left."""
         files, key, first = disk.files, self._keys[slot][number], number * SEGMENT_TOKENS
         found = {}
         if not files.has(key):

@@ -180,9 +180,9 @@ def write_prompt(
 
 
 def _keys(ids: tuple[int, ...], images: "Sequence[Image]", image_token_id: int) -> tuple[int, ...]:
-    """Return the ids, with negative numbers by content where the placeholders of images are.
+    """Return the ids, with negative numbers by content in place of images' placeholders.
 
-    A run of placeholders is an image; where that does not hold, all are of all images together.
+    A run of placeholders is an image; if the counts differ, all share one number for all images.
     """
     digests = [hashlib.blake2b(f"{one.size}".encode() + one.tobytes()).digest() for one in images]
     runs = [

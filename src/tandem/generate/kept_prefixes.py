@@ -22,8 +22,8 @@ class KeptPrefixes:
     limit_bytes: int
 
     def open(self, model: "PreTrainedModel", pool: "SlotPool") -> "PrefixFiles | None":
-        """Return the prefix files of a model as it is loaded now; None, with a line in the log:
-        none are kept.
+        """Return the prefix files of a model in its present form; None, with a log line: none are
+        kept.
 
         The model is identified by the keys and values of some tokens, bit by bit: they change with
         its weights, its formats, the instruction set and Tandem's code. The pool is empty before

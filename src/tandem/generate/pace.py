@@ -45,8 +45,8 @@ class Pace:
     ) -> None:
         """Record a chunk's duration beside streams; shorter ones, at a prompt's end, count less.
 
-        `part`: that of streams in all requests that run, of which each has as much time if streams
-        so have less. `has_decoded`: the chunk's forward gave each stream a token too.
+        `part` is the streams' share of all running requests: each request has equal time if streams
+        then have less. `has_decoded`: the chunk's forward also gave each stream a token.
         """
         share = min(self._stream_share, part)
         self._owed_seconds = seconds * share / (1 - share)
@@ -60,7 +60,7 @@ class Pace:
         self._num_tokens = num_tokens * change
 
     def decoded(self, seconds: float) -> None:
-        """Record a decode step's duration; a slow one counts as a usual one, or as half of it."""
+        """Record a decode step's duration; a slow one counts as a usual one, or half."""
         usual = self._decode_seconds or seconds
         self._owed_seconds -= max(min(seconds, usual), seconds / 2)
         newest = _NEWEST_IF_SLOW if seconds > usual else _NEWEST

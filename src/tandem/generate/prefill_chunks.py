@@ -43,7 +43,7 @@ class PrefillChunks:
         chunk_tokens: int = CHUNK_TOKENS,
         merges_prompts: bool = False,
     ) -> None:
-        """Cut a model's prompts for a pool; the arguments are as of `Scheduler`."""
+        """Cut a model's prompts for a pool; the arguments are those of `Scheduler`."""
         self._pool, self._prefixes, self._pace = pool, prefixes, pace
         self._chunk_tokens = chunk_tokens if pool.can_prefill_in_chunks else 1 << 62
         self._merges_prompts = merges_prompts
@@ -55,7 +55,7 @@ class PrefillChunks:
     def next(
         self, prompts: Sequence[Running], counts: BatchCounts, *, num_streams: int
     ) -> list[ChunkPart]:
-        """Return what is prefilled beside so many streams; count tokens that need no computing."""
+        """Return the next chunk beside this many streams; count tokens that need no computing."""
         if not prompts or not self._may_prefill(num_streams):
             return []
         size = self._size(num_streams)
@@ -91,7 +91,7 @@ class PrefillChunks:
         return self._merges_prompts or self._is_shared_alike
 
     def _may_prefill(self, num_streams: int) -> bool:
-        """Whether a prompt's turn has come."""
+        """Whether it is a prompt's turn."""
         return self._pace is None or num_streams == 0 or self._pace.may_prefill
 
     def _size(self, num_streams: int) -> int:
@@ -103,9 +103,9 @@ class PrefillChunks:
         return max(1, self._chunk_tokens // _SHORTER_BESIDE_OTHERS)
 
     def _find(self, running: Running, counts: BatchCounts, *, is_alone: bool) -> bool:
-        """Take what other slots and the disk have of a prompt; return whether to go on computing.
+        """Use what other slots and the disk have of a prompt; return whether to go on computing.
 
-        The rest of what is on disk comes with the next step if others wait for their tokens.
+        If others wait for their tokens, the next step reads the rest from disk.
         """
         gained = self._prefixes.catch_up(running)
         if running.on_disk:

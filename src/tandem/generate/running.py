@@ -98,7 +98,7 @@ class Running:
         ]
 
     def _rest(self) -> str:
-        """Return what was held back, at the end of the text."""
+        """Return the text that was held back, at the end."""
         if self.text is None or self.stop.is_met:
             return ""
         rest = self.stop.add(self.text.finish())

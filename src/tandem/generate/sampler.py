@@ -54,7 +54,7 @@ class Sampler:
 
 
 class _SeenTokens:
-    """The distinct tokens of a history that grows: each of its tokens is looked at once."""
+    """The distinct tokens of a growing history; each of its tokens is processed once."""
 
     def __init__(self) -> None:
         self.ids = array("q")
@@ -62,7 +62,7 @@ class _SeenTokens:
         self._num_noted = 0
 
     def note(self, history: Sequence[int]) -> None:
-        """Add what a history has gained."""
+        """Add the history's new tokens."""
         new = {*history[self._num_noted :]} - self._known
         self.ids.extend(new)
         self._known |= new

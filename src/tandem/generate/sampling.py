@@ -140,7 +140,7 @@ class SamplingOptions:
 
 
 def not_followed(generation_config: GenerationConfig) -> list[str]:
-    """Return the names of generation config options that Tandem's loop does not follow."""
+    """Return the names of generation config options that Tandem's loop ignores."""
     return [
         name
         for name, neutral in _NOT_FOLLOWED.items()

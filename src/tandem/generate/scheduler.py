@@ -1,18 +1,17 @@
 """Continuous batching: requests join a running batch at any step, and leave it at any step.
 
 One step is at most one prefill chunk, and one token for every request that is past its prompt.
-Prompts take turns chunk by chunk, so a long one neither stops the streams nor the short prompts
-behind it. A request finds the beginning of its prompt in the KV cache if a slot holds it. A single
-prompt is a batch of one.
+Prompts take turns chunk by chunk, so a long one delays neither the streams nor the short prompts
+behind it. A request finds its prompt's prefix in the KV cache if a slot holds it. A single prompt
+is a batch of one.
 
 A chunk may hold tokens of several prompts, and the next token of each stream. If its forward fails,
 the prompts are computed one by one, so that only the one to blame fails.
 
-What a request answers does not depend on what else is in the batch: its tokens are drawn from its
-own random numbers, and the packed kernels compute a token alike in any batch, so that a prompt may
-be cut anywhere: into shorter chunks while others are answered. Where a model's linear layers are
-not packed, torch multiplies batches of other sizes in another order: there a prompt is cut at fixed
-places and runs by itself, and the last bits of logits may still differ.
+A request's answer does not depend on what else is in the batch. Its tokens are drawn from its own
+random numbers, and the packed kernels are batch-invariant, so that a prompt may be cut anywhere.
+Where a model's linear layers are not packed, torch's products depend on the batch size: there a
+prompt is cut at fixed places and runs alone, and the last bits of logits may still differ.
 """
 
 import time
@@ -173,7 +172,7 @@ class Scheduler:
             return []
 
     def _prefill_or_part(self, chunk: list[ChunkPart], joining: list[Running]) -> list[TokenOutput]:
-        """Compute a chunk, with the next tokens of streams; if that fails, let the prompts part."""
+        """Compute a chunk with the streams' next tokens; if it fails, its prompts one by one."""
         prompts = [running for running, _ in chunk]
         if len(chunk) + len(joining) == 1 or not self._pool.can_prefill_in_chunks:
             requests = [one.request for one in prompts]
@@ -195,7 +194,7 @@ class Scheduler:
             return []
 
     def _go_back(self, slot: int, length: int) -> int:
-        """Let a slot hold at most `length` tokens after a failure; return how many are left."""
+        """Cut a slot to at most `length` tokens after a failure; return how many are left."""
         left = self._pool.usable(slot, min(length, len(self._pool.held(slot))))
         self._pool.keep(slot, left)
         return left
@@ -240,7 +239,7 @@ class Scheduler:
     def _prefill(self, chunk: list[ChunkPart], joining: list[Running]) -> list[TokenOutput]:
         """Run the next tokens of some prompts and of the streams that join them.
 
-        Returns tokens of those that are through, and of these.
+        Returns the next tokens of prompts that are complete, and of these streams.
         """
         start, num_streams = time.perf_counter(), len(self._decoding)
         part = num_streams / self.num_running
@@ -266,7 +265,7 @@ class Scheduler:
         return token_outputs
 
     def _chunk_logits(self, chunk: list[ChunkPart], joining: list[Running]) -> Tensor:
-        """Return the logits after the last new token of each: (requests, vocabulary)."""
+        """Return the logits after each request's last new token: (requests, vocabulary)."""
         new = {one.slot: one.request.keys[one.num_done : end] for one, end in chunk}
         first = chunk[0][0]
         if first.prompt_logprobs is None:
@@ -276,7 +275,7 @@ class Scheduler:
         return all_logits[-1:]
 
     def _begin_answer(self, running: Running, logits: Tensor) -> list[TokenOutput]:
-        """Choose a request's first token, or end it if its prompt alone was to be computed."""
+        """Choose a request's first token, or end it if only its prompt was to be computed."""
         if not running.request.is_prompt_only:
             return self._attempt([running.request], partial(self._choose, running, logits))
         self._release(running)
@@ -327,7 +326,7 @@ class Scheduler:
     def _choose_all(
         self, running: Running, draft: Sequence[int], logits: Tensor
     ) -> list[TokenOutput]:
-        """Choose a request's next tokens, as long as they are the drafted ones, and one more."""
+        """Choose a request's next tokens while they match the drafted ones, and one more."""
         token_outputs, num_kept = [], 0
         running.drafted += len(draft)
         for drafted in (*draft, None):
@@ -345,7 +344,7 @@ class Scheduler:
     def _choose(
         self, running: Running, logits: Tensor, drafted: int | None = None
     ) -> list[TokenOutput]:
-        """Choose a request's next token, perhaps the drafted one, by logits (1, vocabulary)."""
+        """Choose a request's next token, possibly the drafted one, from logits (1, vocabulary)."""
         request, scores = running.request, logits
         for constraint in running.constraints:
             scores = constraint.restrict(scores)

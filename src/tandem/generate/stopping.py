@@ -39,6 +39,6 @@ class StopStrings:
 
 
 def _overlap(text: str, string: str) -> int:
-    """Return the length of the longest end of a text that is a beginning of a string."""
+    """Return the length of the longest suffix of a text that is a prefix of a string."""
     longest = min(len(text), len(string) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)

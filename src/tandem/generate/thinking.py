@@ -1,4 +1,4 @@
-"""Limits a model's reasoning: after so many tokens the reasoning is ended for it.
+"""Limits a model's reasoning: after a number of tokens its end mark is inserted.
 
 Loads no torch, because `ThinkingLimit` travels through a pipe.
 """
@@ -75,7 +75,7 @@ class BoundedThinking:
         return False
 
     def _look(self) -> None:
-        """See whether the reasoning begins, ends or has reached its limit."""
+        """Check whether the reasoning begins, ends or has reached its limit."""
         if not self._is_open:
             text = self._decode(self._tokens).lstrip()
             self._is_open = text.startswith(self._limit.begin)

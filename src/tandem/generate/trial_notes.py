@@ -24,7 +24,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 class TrialNote:
-    """The note of one model as it is loaded now, in a directory of notes."""
+    """The note of one model in its present form, in a directory of notes."""
 
     def __init__(
         self, directory: Path, model: PreTrainedModel, threads: CpuThreads, kv_dtype: str
@@ -50,7 +50,7 @@ class TrialNote:
 
 
 def _parts(model: PreTrainedModel) -> Iterator[str]:
-    """Yield what a model is made of, and in which formats."""
+    """Yield a model's parts and their formats."""
     for name, module in model.named_modules():
         kind = type(module)
         packed = module.packed.matrix.format if isinstance(module, PackedModule) else ""
@@ -61,7 +61,7 @@ def _parts(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _own_files() -> Iterator[str]:
-    """Yield the files of Tandem with their sizes and times: who changes one tries again."""
+    """Yield Tandem's files with their sizes and times: any change repeats the trial."""
     for file in sorted(_PACKAGE.rglob("*.*")):
         if file.suffix in (".py", ".so"):
             status = file.stat()

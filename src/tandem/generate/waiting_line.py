@@ -1,7 +1,7 @@
 """Requests that wait for a sequence slot, ordered by priority number, then by arrival.
 
-A heap whose dropped entries stay until they reach its top or are half of it, so that neither an
-arriving request nor thousands leaving at once take time for each waiting one.
+A heap whose dropped entries stay until they reach its top or are half of it. So neither an arriving
+request nor thousands that leave at once cost time for each waiting request.
 """
 
 import heapq

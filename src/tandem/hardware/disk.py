@@ -66,7 +66,7 @@ Read = Callable[[random.Random, memoryview], None]
 
 
 def _reader(files: Sequence[_File], piece: int, *, is_direct: bool) -> Read:
-    """Return what reads a piece at a random place into a buffer."""
+    """Return a function that reads a piece at a random place into a buffer."""
     weights = [file.num_bytes for file in files]
 
     def read(source: random.Random, buffer: memoryview) -> None:
@@ -98,7 +98,7 @@ def _reads_per_second(read: Read, depth: int, seconds: float, piece: int) -> flo
 
 
 def _huge_pages(num_bytes: int) -> memoryview:
-    """Return touched memory that begins at a huge page, where the system has such."""
+    """Return touched memory that begins at a huge page, if the system supports them."""
     memory = mmap.mmap(-1, 2 * _HUGE_PAGE_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):

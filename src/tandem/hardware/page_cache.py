@@ -1,9 +1,9 @@
 """Finds out whether reads past the system's page cache (O_DIRECT) really bypass it.
 
-A file system may refuse them, or accept them and buffer silently. Residency tells: pages are
-dropped from the cache, read, and looked up there (mincore). The system tells residency only for
-files that this process may write; for others, as for pages that another process holds, it says that
-all is resident. Unknown cases count as direct.
+A file system may refuse them, or accept them and buffer silently. The test is residency: pages are
+dropped from the cache, read, and looked up there (mincore). The system reveals residency only for
+files that this process may write; other files, and pages that another process holds, are reported
+as resident. Unknown cases count as direct.
 """
 
 import ctypes
@@ -56,7 +56,7 @@ def _try_reading(descriptor: int) -> Reads:
 
 
 def _num_cached(descriptor: int, place: int, num_bytes: int) -> int | None:
-    """Return how many of a file's pages are in the page cache; None where nothing tells."""
+    """Return how many of a file's pages are in the page cache; None if unknown."""
     libc = ctypes.CDLL(None, use_errno=True)
     states = (ctypes.c_ubyte * (num_bytes // mmap.PAGESIZE))()
     with mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY, offset=place) as pages:
@@ -68,7 +68,7 @@ def _num_cached(descriptor: int, place: int, num_bytes: int) -> int | None:
 
 
 def _lies_in_memory(descriptor: int) -> bool:
-    """Tell whether a file is of a file system that is nothing but page cache."""
+    """Tell whether a file's file system consists of page cache alone."""
     number = os.fstat(descriptor).st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     try:

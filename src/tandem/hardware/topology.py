@@ -83,7 +83,7 @@ def _one_per_core(processors: Sequence[int], cpus: Path) -> tuple[int, ...]:
 
 
 def _fast(cores: tuple[int, ...], root: Path) -> tuple[int, ...]:
-    """Ask for each core's capacity, or on Intel's hybrid processors for the kinds of cores."""
+    """Return the fast cores by their capacity, or on Intel's hybrid processors by their kind."""
     capacities = {core: read_number(root / _CPUS / f"cpu{core}" / "cpu_capacity") for core in cores}
     known = [capacity for capacity in capacities.values() if capacity is not None]
     if len(known) == len(cores) and known:

@@ -73,9 +73,9 @@ def assemble(
 
 
 def _bring_dense_parts(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -> None:
-    """Pack linear layers as on the CPU, where kernels read them, and move all but the embeddings.
+    """Pack linear layers as on the CPU if there are kernels, and move all but the embeddings.
 
-    A step reads all dense parts, so that in eight bits they take half of its time and memory.
+    A step reads all dense parts, so eight bits halve its time and memory.
     """
     device, fmt = runtime.device, parse_dense_dtype(options.dense_dtype)
     can_pack = is_quantised(model) and has_kernels()
@@ -88,7 +88,7 @@ def _bring_dense_parts(model: PreTrainedModel, runtime: Runtime, options: Offloa
 
 
 def _on_gpu_alone(model: PreTrainedModel, runtime: Runtime) -> Executor:
-    """Return what stands for the experts of a model that has none, all of which is on a GPU."""
+    """Return the executor of a model without experts, all of which is on a GPU."""
     module = importlib.import_module(kind_of("cuda").machine)
     found: Executor = module.without_experts(model, runtime)
     return found
@@ -152,9 +152,9 @@ def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) ->
 
 
 def _look_ahead(observed: ObservedModel) -> LookAhead | None:
-    """Return what asks the routers ahead, None: the options do not want that.
+    """Return the sources that ask routers ahead; None if the options disable them.
 
-    `UnsupportedModelError` where none can be asked.
+    `UnsupportedModelError` if no router can be asked.
     """
     options = observed.options
     asked = options.prediction if options.prediction in SOURCES else None
@@ -179,7 +179,7 @@ def _look_ahead(observed: ObservedModel) -> LookAhead | None:
 
 
 def _end(cache: ExpertCache, heat: Heat, captured: CapturedSteps | None) -> None:
-    """Keep what was learned and end the threads, when the executor is gone or the program ends."""
+    """Save what was learned and stop the threads when the executor or the program ends."""
     heat.save()
     if captured is not None:
         captured.close()

@@ -163,7 +163,7 @@ def has_dynamic_cache(model: PreTrainedModel) -> bool:
 
 
 def is_empty_cache_layer(layer: object) -> bool:
-    """Tell whether a cache's layer belongs to a model's layer that keeps nothing (not in 5.17)."""
+    """Tell whether a cache layer belongs to a layer that keeps nothing (not in 5.17)."""
     return type(layer).__name__ == "DummyLayer"
 
 

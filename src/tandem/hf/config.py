@@ -142,7 +142,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
         self._require_grids()
 
     def _require_grids(self) -> None:
-        """Refuse packed experts and layers of IQ2 and IQ3 as they were before grids."""
+        """Refuse packed IQ2 and IQ3 weights from before grids."""
         if self.packed_format is None or self.packed_format >= _FIRST_WITH_GRIDS:
             return
         names = [self.expert_dtype, self.dense_dtype, *(self.expert_formats or ())]

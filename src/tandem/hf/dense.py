@@ -108,10 +108,10 @@ def format_of(layer: PackedLinear | DeviceLinear) -> WeightFormat:
 
 
 def pack_as_loaded(model: PreTrainedModel, threads: CpuThreads) -> int:
-    """Pack bf16 and fp16 linear layers without changing values; return the bytes of these.
+    """Pack bf16 and fp16 linear layers without changing values; return their bytes.
 
-    Torch multiplies batches of other sizes in another order; packed kernels compute a row alike in
-    any batch. fp32 layers stay, because packing would round them.
+    Torch's order of additions depends on the batch size; packed kernels are batch-invariant. fp32
+    layers stay unpacked, because packing would round them.
     """
     if model.device.type != "cpu":
         return 0
@@ -244,17 +244,17 @@ def has_kernels() -> bool:
 
 
 def place_on(device: torch.device, threads: CpuThreads) -> Place:
-    """Return what makes packed layers on the device of a model's dense parts."""
+    """Return a function that packs layers for the device of a model's dense parts."""
     return on_cpu(threads) if device.type == "cpu" else on_device(device)
 
 
 def on_cpu(threads: CpuThreads) -> Place:
-    """Return what makes packed layers that use these CPU threads."""
+    """Return a function that packs layers for these CPU threads."""
     return lambda weight, dtype, order: PackedLinear(weight, threads, dtype, order)
 
 
 def on_device(device: torch.device) -> Place:
-    """Return what moves packed weights to a GPU; raises `ConfigError` without Triton."""
+    """Return a function that moves packed weights to a GPU; raises `ConfigError` without Triton."""
 
     def place(weight: DenseWeight, dtype: torch.dtype, order: Tensor | None) -> nn.Module:
         if not has_kernels():

@@ -58,7 +58,7 @@ def _embeddings(
     heads: Mapping[str, WeightFormat | None],
     tied: Mapping[str, str],
 ) -> dict[str, WeightFormat | None]:
-    """Return the embeddings whose rows can be read from their codes, if the head's are kept too."""
+    """Return the embeddings whose rows can be read from codes, if the head keeps its codes too."""
     expanded = {tied[name] for name in tied if heads.get(name) is None}
     found: dict[str, WeightFormat | None] = {}
     for path, module in model.named_modules():
@@ -99,8 +99,8 @@ class DenseCodes:
     def take(self, parameter: str, tensor: SourceTensor) -> Tensor:
         """Keep a weight's codes and return an empty placeholder, or return its values.
 
-        A head tied to embeddings has their codes; they are in memory once if the embeddings are
-        read from them too. Raises `ModelError` for damaged codes.
+        A head tied to embeddings uses their codes, which are in memory once if the embeddings are
+        also read from codes. Raises `ModelError` for damaged codes.
         """
         head = self._tied.get(parameter)
         if head is None:
@@ -135,7 +135,7 @@ class DenseCodes:
         return self._keep(parameter, matrix, tensor)
 
     def _keep(self, parameter: str, matrix: PackedMatrix, tensor: SourceTensor) -> Tensor:
-        """Note a layer's packed matrix and return the placeholder of its weight."""
+        """Record a layer's packed matrix and return the placeholder of its weight."""
         self._matrices[parameter] = matrix
         return torch.empty(0, dtype=tensor.dtype, device="cpu")
 

@@ -92,7 +92,7 @@ def take_stored_layers(model: nn.Module, place: Place, threads: CpuThreads) -> N
 
 
 def stored_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the tensors of all packed layers for a file, in parts as they are in memory."""
+    """Return the file tensors of all packed layers, in parts as they are in memory."""
     return {
         f"{path}.{TENSOR_NAME}": [
             part.view(torch.uint8) for part in _parts(stored.matrix, stored.bias)
@@ -106,7 +106,7 @@ _AnyPacked = PackedLinear | PackedEmbedding | DeviceLinear
 
 
 def _stored(layer: _AnyPacked) -> DenseWeight:
-    """Return a layer as files have it: packed again if its inputs are in another order."""
+    """Return a layer in the form of files: packed again if its inputs are reordered."""
     if isinstance(layer, PackedEmbedding):
         return layer.packed
     weight = layer.on_host() if isinstance(layer, DeviceLinear) else layer.packed
@@ -150,5 +150,5 @@ def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
 
 
 def _parts(matrix: PackedMatrix, bias: Tensor | None) -> list[Tensor]:
-    """Return a layer's tensors in the order of the file."""
+    """Return a layer's tensors in the file's order."""
     return [part for part in (matrix.data, matrix.scales, bias) if part is not None]

@@ -47,7 +47,7 @@ def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Return what a GPU has free."""
+    """Return a GPU's free bytes."""
     return memory_of(device).free_bytes
 
 
@@ -92,7 +92,7 @@ def keep_embeddings_on_host(model: PreTrainedModel, device: torch.device) -> Non
 
 
 def _places(config: OffloadConfig, device_map: object) -> set[object]:
-    """Return the devices that a device map names; in place of one that chooses, the GPU or CPU.
+    """Return the devices in a device map; one that chooses by itself means the GPU or CPU.
 
     An emulated device reads the model's state in host memory, so its dense parts stay there.
     """
@@ -107,7 +107,7 @@ def _places(config: OffloadConfig, device_map: object) -> set[object]:
 
 
 def _find_device(place: object) -> torch.device | None:
-    """Return a device, with its index if it is a GPU; None for what is none."""
+    """Return a device, with its index if it is a GPU; None if it is not a device."""
     try:
         if isinstance(place, int) and not isinstance(place, bool):
             return torch.device("cuda", place)

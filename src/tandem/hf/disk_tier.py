@@ -87,7 +87,7 @@ def fill_slots(model: PreTrainedModel) -> None:
 
 
 def _free_bytes(options: OffloadConfig, experts_bytes: int) -> int:
-    """Return the host's memory that is free, without what a device in it is about to take."""
+    """Return the free host memory, without what a device in it will take."""
     free = available_bytes()
     if not kind_of(options.device).is_in_host_memory:
         return free
@@ -106,7 +106,7 @@ def _reserved_bytes(free_bytes: int) -> int:
 
 
 def _kv_bytes(model: PreTrainedModel, options: OffloadConfig) -> int:
-    """Return what the keys and values of the run's sequences can grow to."""
+    """Return the most bytes that the sequences' keys and values can grow to."""
     config = model.config.get_text_config()
     longest = value_of(config, "max_position_embeddings") or USUAL_CONTEXT
     tokens = min(options.context or USUAL_CONTEXT, longest)
@@ -114,13 +114,13 @@ def _kv_bytes(model: PreTrainedModel, options: OffloadConfig) -> int:
 
 
 def _are_buffered_in_silence(places: Sequence[ExpertPlace]) -> bool:
-    """Read a piece of one file of each file system, and look whether the page cache has it."""
+    """Read a piece of one file per file system, and check whether the page cache has it."""
     by_file_system = {place.file.stat().st_dev: place.file for place in places}
     return any(how_reads_go(file) == "silently buffered" for file in by_file_system.values())
 
 
 def _places(layers: Sequence[PackedLayer]) -> list[ExpertPlace] | None:
-    """Return where the layers' experts lie; None if one is in no mapped file."""
+    """Return the layers' places in files; None if a layer is in no mapped file."""
     found = places_of([layer.buffers for layer in layers])
     if found is None:
         return None

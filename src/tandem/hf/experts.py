@@ -78,19 +78,19 @@ def expert_functions(experts: nn.Module) -> ExpertFunctions:
 
 
 class _NormInAnyMemory:
-    """A norm behind the experts, whose rows are where the experts were computed.
+    """A norm after the experts, on rows in the memory where the experts were computed.
 
-    Its weight is on the GPU with the other dense parts, and rows of the CPU's experts may be on the
+    Its weight is on the GPU with the other dense parts, but rows of the CPU's experts may be on the
     host.
     """
 
     def __init__(self, norm: nn.Module) -> None:
-        """Stand for a module of the model."""
+        """Wrap a module of the model."""
         self._norm = norm
         self._weights: dict[torch.device, dict[str, Tensor]] = {}  # few numbers
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the norm of rows (n, hidden_size), where they are."""
+        """Return the norm of rows (n, hidden_size), in their memory."""
         own, device = dict(self._norm.named_parameters()), rows.device
         if all(weight.device == device for weight in own.values()):
             found: Tensor = self._norm(rows)
@@ -102,10 +102,10 @@ class _NormInAnyMemory:
 
 
 def _unbound(method: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a module's method that does not keep the module.
+    """Return a module's method without a reference to the module.
 
-    The module holds its executor, and what an executor runs on (a device's thread, say) holds the
-    functions of the layers that it has met: an executor that its own functions held would never go.
+    The module holds its executor. A device's thread, which the executor runs on, holds the
+    functions of layers it has met. If these functions held the executor, it would never be freed.
     """
     if not inspect.ismethod(method):
         return method
@@ -144,7 +144,7 @@ def experts_forward(
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Stands between experts and their inputs: a backward pass ends here, not without them."""
+    """Ends a backward pass at the experts, so that it cannot silently skip them."""
 
     @staticmethod
     def forward(ctx: object, out: Tensor, *inputs: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def model_identity(model: PreTrainedModel) -> str:
 
 
 def _first_rows(embedding: ModelPart) -> Tensor:
-    """Return the first rows of embeddings, of packed ones (`PackedEmbedding`) without the rest."""
+    """Return the first rows of embeddings; of a `PackedEmbedding` only these are unpacked."""
     if not hasattr(embedding, "rows"):
         weight: Tensor = embedding.weight
         return weight

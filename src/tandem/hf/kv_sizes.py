@@ -89,9 +89,9 @@ def whole_granules(num_tokens: int) -> int:
 def _parts_of(
     kind: str, config: PreTrainedConfig, dtype: torch.dtype, copies: int
 ) -> list[tuple[str, int]]:
-    """Return what a layer of a kind keeps: that kind, and the bytes of a token.
+    """Return what a kind of layer keeps: the kind, and the bytes of a token.
 
-    Where it has compressed keys, these, and its window as of another kind.
+    For one with compressed keys: these, and its window as another kind.
     """
     if kind in _WITHOUT_KEYS:
         return [(kind, 0)]
@@ -108,7 +108,7 @@ def _parts_of(
 
 
 def _expanded_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Return what the keys and values of all heads take that a token's latent stands for."""
+    """Return the bytes of all heads' keys and values that a token's latent expands to."""
     dims = (value_of(config, n) for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     return int(config.num_attention_heads) * sum(int(dim or 0) for dim in dims) * dtype.itemsize
 

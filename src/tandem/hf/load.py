@@ -134,7 +134,7 @@ def files_read_along(checkpoint: Checkpoint, num_layers: int | None = None) -> l
 
 
 def _is_read_by_transformers(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]:
-    """Whether Transformers reads the weights by itself: they are as it knows them, or packed."""
+    """Whether Transformers can read the weights: they have its own form, or are packed."""
     if not isinstance(checkpoint, Checkpoint):
         return False
     return checkpoint.is_packed or checkpoint.quantization is None
@@ -143,7 +143,7 @@ def _is_read_by_transformers(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]
 def _from_pretrained(
     checkpoint: Checkpoint, job: LoadJob, num_layers: int | None, common: dict[str, object]
 ) -> tuple[PreTrainedModel, LoadReport]:
-    """Let Transformers load what it reads by itself; returns the model and what it reports."""
+    """Let Transformers load weights in its own form; return the model and the load report."""
     # A packed checkpoint says itself how its experts are stored.
     mine: dict[str, object] = {} if checkpoint.is_packed else {"quantization_config": job.options}
     config = own_config(checkpoint)
@@ -162,7 +162,7 @@ def _from_pretrained(
 def _from_source(
     checkpoint: AnyCheckpoint, job: LoadJob, num_layers: int | None, common: dict[str, object]
 ) -> tuple[PreTrainedModel, LoadReport]:
-    """Let Transformers load weights that only we read; returns the model and what it reports."""
+    """Let Transformers load weights that only Tandem can read; return model and load report."""
     config, source = open_foreign(checkpoint, num_layers)
     is_widened = False
     if isinstance(checkpoint, GgufCheckpoint):
@@ -193,9 +193,9 @@ def is_widened_on(
 ) -> bool:
     """Whether a GGUF file's model computes in fp32 by default, as llama.cpp does.
 
-    Its experts and linear layers have few bits, so little grows but the values between layers:
-    16-bit weights of the file would become 32-bit. In bf16, errors of the first token, whose values
-    are the largest by far, spread to all others.
+    Its experts and linear layers have few bits, so little grows except the values between layers,
+    while a file's 16-bit weights would double. In bf16, errors of the first token, whose values are
+    the largest by far, spread to all others.
     """
     is_on_gpu = dense_place is not None and dense_place.type != "cpu"
     if offload.dense_dtype == "none" or offload.device != "cpu" or is_on_gpu:
@@ -207,7 +207,7 @@ def is_widened_on(
 
 
 def _name_projectors(file: Path) -> None:
-    """Warn of what lies beside a file to read images for it, and is not read."""
+    """Warn of projector files beside a file, which are not read."""
     if found := projectors_beside(file):
         warnings.warn(
             f"{found[0].name} beside {file.name} reads images or sound for this model, and Tandem "
@@ -287,9 +287,9 @@ def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
 
 
 def _name_of_count(text: PreTrainedConfig) -> str:
-    """Return which value of a config counts the layers that tensors are named after.
+    """Return the name of the config value that counts the layers in tensor names.
 
-    LongCat's have two attentions each, which `num_hidden_layers` counts.
+    LongCat's layers have two attentions each, and `num_hidden_layers` counts these.
     """
     declared = {field.name for field in dataclasses.fields(text)}
     return "num_layers" if "num_layers" in declared else "num_hidden_layers"
@@ -312,7 +312,7 @@ def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def _require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
-    """Build a checkpoint's model without memory, and count it."""
+    """Build a checkpoint's model on the meta device, and count its modules."""
     where, held = f"{checkpoint.directory}/config.json", checkpoint.held
     text = config.get_text_config()
     require_top_k(where, text.to_dict())  # with what the file leaves out

@@ -109,7 +109,7 @@ class LoadJob:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Make this the job of the quantizer that `from_pretrained` creates inside."""
+        """Make this the job of the quantizer that `from_pretrained` creates inside the context."""
         token = _PRESENT.set(self)
         try:
             yield

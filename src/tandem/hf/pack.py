@@ -103,7 +103,7 @@ def _pack(
 
 
 def _identity(source: AnyCheckpoint, options: dict[str, object], importance: str | None) -> str:
-    """Hash what the packed files depend on: the source's files and what is made of them."""
+    """Return a hash of what packed files depend on: the source's files and the options."""
     stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in source.weight_files]
     config = source.config if isinstance(source, Checkpoint) else None
     chosen = {k: str(v) for k, v in options.items() if k in _SAYS_WHAT_IS_PACKED}

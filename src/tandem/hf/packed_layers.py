@@ -41,7 +41,7 @@ class UnpackedWeight(Tensor):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        """Do an operation with the values."""
+        """Run an operation on the unpacked values."""
         args, kwargs = with_values((args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -158,7 +158,7 @@ class FileSink:
             self._writing.result()
 
     def _write(self, layer: HostLayer) -> None:
-        """Write a layer, and let it read from the file from now on."""
+        """Write a layer, which then reads from the file."""
         try:
             self._files.write_experts(layer)
             self._write_progress()
@@ -175,7 +175,7 @@ class FileSink:
         return name in self._files.sums and (self._files.directory / name).exists()
 
     def _mapped(self, layer: HostLayer) -> dict[str, Tensor]:
-        """Return what the file of a layer holds, by the layer's names."""
+        """Return the tensors of a layer's file, by the layer's names."""
         prefix = f"{layer.arrivals.name}.{packed_name('')}"
         with safe_open(self._files.directory / experts_file(layer.layer), framework="pt") as file:
             return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -192,7 +192,7 @@ class FileSink:
 
 
 def _layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
-    """Return what a packed checkpoint holds of a layer, by the names in its file."""
+    """Return a layer's tensors for a packed checkpoint, by the names in its file."""
     name = layer.arrivals.name
     return {f"{name}.{packed_name(part)}": tensor for part, tensor in layer.stored().items()}
 
@@ -200,7 +200,7 @@ def _layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
 def _dense_tensors(model: PreTrainedModel, tables: Collection[str]) -> dict[str, Parts]:
     """Return the state dict without experts and tables.
 
-    Of tied tensors only the first: loading ties again.
+    Of tied tensors only the first is included, because loading ties them again.
     """
     tensors: dict[str, Parts] = {}
     seen: set[tuple[int, torch.Size]] = set()
@@ -239,7 +239,7 @@ def _packed_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def stored_name(layer: HostLayer) -> str:
-    """Return the name of a layer's dtype or format, as `expert_dtype` has it."""
+    """Return the name of a layer's dtype or format, as in `expert_dtype`."""
     if isinstance(layer, PackedLayer):
         return layer.layout.format_name
     return {plain_name(tensor.dtype) for tensor in layer.stored().values()}.pop()

@@ -169,7 +169,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def _begin(
         self, sink: LayerSink, model: PreTrainedModel, experts: dict[str, ModelPart]
     ) -> None:
-        """Begin a packed file, or go on behind the layers that it has."""
+        """Begin the packed files, or continue after the layers that exist."""
         store = self.runtime.store
         tables = sum(table.weight.nbytes for table in row_tables(model).values())
         sink.begin(store.expected_bytes(source_dtype_of(experts, model.dtype)), tables)
@@ -183,9 +183,9 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         formats: Mapping[str, WeightFormat | None],
         files: object,
     ) -> None:
-        """Leave tables of rows on the disk if memory, or a GPU's, does not hold all.
+        """Leave tables of rows on the disk if memory, or a GPU's, cannot hold them all.
 
-        And where the model is packed: they are copied from file to file.
+        They are also left there while a model is packed: they are copied from file to file.
         """
         job, device = self._job, self.runtime.device
         short = short_memory(
@@ -205,7 +205,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             warn_of_tables(model, short)
 
     def _entries(self, files: object) -> Mapping[str, TensorEntry]:
-        """Return the checkpoint's tensors; `files` are what Transformers says that it reads."""
+        """Return the checkpoint's tensors; `files` are the files that Transformers will read."""
         known = self._job.entries
         return entries_of(files if isinstance(files, list) else ()) if known is None else known
 
@@ -228,7 +228,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def _expert_formats(
         self, model: PreTrainedModel, names: list[str]
     ) -> dict[str, torch.dtype | ExpertFormat | None]:
-        """Return what each experts module is to be kept in; None: the dtype of the source."""
+        """Return the format of each experts module in memory; None: the source's dtype."""
         config = self.quantization_config
         source = self._job.source
         if source is not None:
@@ -276,7 +276,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return StoreFused(self._writer)
 
     def rewrite_conversions(self, conversions: list[object]) -> list[object]:
-        """Store experts one by one if they arrive one by one; read packed names as ours."""
+        """Store experts one by one if they arrive so; map packed names to Tandem's operation."""
         if self.pre_quantized:
             # Longest first: Transformers 5.17 finds "down_proj" in "down_proj_bias" too.
             names = sorted(TENSOR_NAMES, key=len, reverse=True)
@@ -337,7 +337,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Refuse: Transformers' Trainer asks, and would refer our users to Transformers."""
+        """Refuse; Transformers' Trainer asks, and would refer users to Transformers."""
         raise ConfigError(
             "a model that Tandem computes cannot be trained, nor can adapters on it: no gradients "
             "come through experts and packed layers; train the model as Transformers loads it, "
@@ -355,7 +355,7 @@ def _named(model: PreTrainedModel) -> str:
 
 
 def _require_no_experts(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` if a model without experts modules has experts all the same."""
+    """Raise `UnsupportedModelError` if a model without experts modules has other experts."""
     # Transformers' configs count experts under many names, all of which contain this.
     values = vars(model.config.get_text_config()).items()
     if max((v for k, v in values if "experts" in k and isinstance(v, int)), default=0) > 1:

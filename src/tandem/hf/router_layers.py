@@ -33,9 +33,9 @@ def router_layers(model: nn.Module) -> set[nn.Module]:
 
 
 def _scores(part: nn.Module, experts: ModelPart) -> bool:
-    """Whether a part of a block ends in a matrix of as many rows as there are experts.
+    """Whether part of a block ends in a matrix with as many rows as there are experts.
 
-    Or of some more: of experts without weights, or one that stands for none (ZAYA).
+    There may be more rows: experts without weights, or one that stands for none (ZAYA).
     """
     count = getattr(experts, "num_experts", None) or len(experts.down_proj)
     spare = num_spare_experts(experts) or 1

@@ -1,7 +1,7 @@
-"""Tables of rows on the disk: embeddings of n-grams or by layer, of which a token reads few rows.
+"""Tables of rows on the disk: embeddings of n-grams or by layer, of which a token reads a few rows.
 
-If memory cannot hold the whole model, they are not loaded. Each row is read from the checkpoint's
-files when a token needs it, all rows of a call at once (`csrc/disk`).
+They are not loaded if memory cannot hold the whole model. A row is read from the checkpoint's files
+when a token needs it, all rows of a call at once (`csrc/disk`).
 """
 
 import re
@@ -110,7 +110,7 @@ class DiskEmbedding(nn.Module):
 def _read(
     tables: _native.RowTables, number: int, width: int, dtype: torch.dtype, ids: Tensor
 ) -> Tensor:
-    """Return rows where `ids` are; of a GPU they are waited for."""
+    """Return the rows of `ids`, on their device; ids on a GPU are waited for."""
     numbers = ids.to("cpu", torch.int64).contiguous()
     out = room_for_rows(tables, number, width, dtype, numbers)
     tables.read(number, numbers, out)
@@ -210,7 +210,7 @@ def entries_of(files: Iterable[str]) -> dict[str, TensorEntry]:
 def _places(
     model: PreTrainedModel, tables: Mapping[str, nn.Embedding], entries: Mapping[str, TensorEntry]
 ) -> dict[str, TablePlace]:
-    """Return where tables lie, by path; those that are not whole in these files are left out."""
+    """Return the tables' places by path, without those that are incomplete in these files."""
     words = {path.rpartition(".")[2] for path in tables}
     names = [name for name in entries if not words.isdisjoint(name.split("."))]
     parts: dict[str, list[str]] = defaultdict(list)
@@ -232,7 +232,7 @@ def _are_rows(parts: Collection[TensorEntry], table: nn.Embedding) -> bool:
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """Sort as Transformers joins parts: numbers in a name by their size."""
+    """Return a sort key in the order in which Transformers joins parts: numbers by their size."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 

@@ -28,7 +28,7 @@ _CLOSED = "the model has been closed; load it again"
 
 
 class _ClosedExecutor(Executor):
-    """Stands in a model that has been closed: every use of it is one sentence."""
+    """Replaces the executor of a closed model: every use raises one sentence."""
 
     needs_steps = True  # so that a step is refused before the model's own layers run
 
@@ -102,7 +102,7 @@ class Runtime:
 
     @contextmanager
     def looking_ahead(self, ahead: LookAhead | None) -> Iterator[LookAhead | None]:
-        """Install what asks the routers, if anything; an error inside removes it."""
+        """Install what asks the routers ahead, if anything; an error in the context removes it."""
         self.look_ahead = ahead
         try:
             yield ahead
@@ -121,7 +121,7 @@ class Runtime:
 
     @contextmanager
     def using(self, executor: Executor) -> Iterator[None]:
-        """Run the experts through another executor inside."""
+        """Run the experts through another executor inside the context."""
         before = self.executor
         self.use(executor)
         try:

@@ -62,7 +62,7 @@ def save(
 def _write(
     model: PreTrainedModel, runtime: Runtime, directory: Path, on_progress: Callable[[int], None]
 ) -> None:
-    """Write the dense parts, one file per MoE layer, and what makes a checkpoint of them."""
+    """Write the dense parts, one file per MoE layer, and the checkpoint's other files."""
     files = PackedWriter(directory)
     files.write_dense(model)
     _require_tables_as_written(model, files.sums)
@@ -77,9 +77,9 @@ def _write(
 
 
 def _file_of(layer: HostLayer) -> Path | None:
-    """Return the packed file in which a layer's experts lie; None: they are in memory.
+    """Return the packed file of a layer's experts; None: they are in memory.
 
-    Raises `ModelError` for one that was cut: to read what is gone from a mapped file is fatal.
+    Raises `ModelError` for a truncated file: reading beyond a mapped file's end kills the process.
     """
     experts = next(iter(layer.stored().values()))
     found = places_of([experts])
@@ -95,7 +95,7 @@ def _file_of(layer: HostLayer) -> Path | None:
 
 
 def _require_tables_as_written(model: PreTrainedModel, written: Mapping[str, FileSums]) -> None:
-    """Compare tables that were copied from packed files with their sums; raises `ModelError`."""
+    """Compare the checksums of tables copied from packed files; raises `ModelError`."""
     crc32 = {name: crc for sums in written.values() for name, crc in sums.crc32.items()}
     for path, module in model.named_modules():
         if isinstance(module, DiskEmbedding) and _is_packed(file := module.place.parts[0].file):

@@ -27,10 +27,10 @@ def require_room(
     parts: Mapping[str, int],
     smaller: Mapping[str, int],
 ) -> int:
-    """Return the bytes that a GPU gives a dense model, which fits; raises `CapacityError`.
+    """Return a GPU's bytes for a dense model; raises `CapacityError` if the model does not fit.
 
-    `parts` are those of a plan, with `dense` among them. `smaller` are other sizes of these, by the
-    option that gives them, the largest first.
+    `parts` are those of a plan, including `dense`. `smaller` are other sizes of them, by the option
+    that gives them, the largest first.
     """
     names = {"dense": "weights", "kv_cache": "keys and values", "workspace": "activations"}
     others = sum(parts.values()) - parts["dense"]
@@ -77,7 +77,7 @@ def prompt_bytes(config: PreTrainedConfig, num_tokens: int, top_k: int) -> int:
 def _bytes_with(
     model: PreTrainedModel, options: OffloadConfig, codes: Mapping[str, WeightFormat | None]
 ) -> int:
-    """Return what a GPU takes of a model; layers of packed files say themselves what they are."""
+    """Return the bytes of a model on a GPU; in packed files the layers have their own formats."""
     if not has_kernels():
         return device_bytes(model, {})
     found = layer_formats(model, HostStore(), options, codes, on_device=True)

@@ -104,12 +104,12 @@ class CachedAttention:
         *,
         is_joint: bool = False,
     ) -> None:
-        """Keep keys and values as `kv_dtype`, of `KV_DTYPES`; no memory is taken yet.
+        """Keep keys and values as `kv_dtype`, of `KV_DTYPES`; no memory is allocated yet.
 
-        `sinks` (heads,) are scores of nothing, which take their share of the softmax. Where windows
+        `sinks` (heads,) are scores without values that take a share of the softmax. Where windows
         keep prompts, `prompt_lengths` (slots,) int64 are read when attention is computed.
-        `profiles` are those of a `DistanceBias`. Where a layer `is_joint`, its keys are its values,
-        too, and are kept once.
+        `profiles` are those of a `DistanceBias`. If a layer `is_joint`, its keys are also its
+        values and are kept once.
         """
         self.form, self._is_joint = form, is_joint
         self.kv_dtype = kv_dtype if isinstance(kv_dtype, str) else _OF_VALUES[kv_dtype]
@@ -210,10 +210,10 @@ class CachedAttention:
     ) -> None:
         """Write (kv heads, n_tokens, dim) of tokens whose slot and position are (n_tokens,) int64.
 
-        They lie inside the cache, for which the caller makes room; `ValueError` else. A slot's
-        positions are filled in their order, without a gap; a layer with a window keeps the last
-        ones, as many as it has room for. Of `compressed` (1, n_tokens, dim) those of tokens that
-        end a window of compressed keys are kept.
+        The caller makes room; positions outside the cache raise `ValueError`. A slot's positions
+        are filled in order, without a gap; a layer with a window keeps as many of the last ones as
+        it has room for. `compressed` (1, n_tokens, dim) has compressed keys; those of tokens that
+        end a window are kept.
         """
         key, value = _dense_last(key), _dense_last(value)
         compressed = None if compressed is None else _dense_last(compressed)
@@ -232,12 +232,12 @@ class CachedAttention:
     ) -> Tensor:
         """Attend: query (heads, n_tokens, key dim) -> (n_tokens, heads, value dim).
 
-        Tokens of one slot that follow each other read what they see together. With `selected`
-        (n_tokens, most) int32 a token sees those blocks of positions alone, in any order, or of
-        the compressed keys, if there are some, those alone; -1 stands where there are fewer. A
-        token whose first one is -1 sees all. (n_tokens, kv heads, most) where the form selects by
-        head. `bias_states` are those of a `DistanceBias`, `sinks` (n_tokens, heads) as of the
-        layer, but of each token. The result may go into an `out`.
+        Consecutive tokens of one slot share their reads. With `selected` (n_tokens, most) int32 a
+        token attends only to those blocks of positions, in any order, or to those compressed keys,
+        if there are any; -1 fills the rest. A token whose first number is -1 attends to all.
+        `selected` is (n_tokens, kv heads, most) if the form selects by head. `bias_states` are
+        those of a `DistanceBias`. `sinks` (n_tokens, heads) are those of the layer for each token.
+        The result may be written to `out`.
         """
         query = _dense_last(query)
         if out is None:

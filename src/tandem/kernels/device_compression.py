@@ -1,8 +1,8 @@
 """Compressed windows of tokens on a device that computes in torch (`csrc/compression.hpp` on CPUs).
 
-Tokens lie by their positions in a ring of each slot, gates with their bias. A ring has room for
-drafted tokens and a padding token's beyond the windows that the next key is made of, so that taking
-tokens back changes nothing. Nothing here waits for the device, so that steps can be captured.
+Tokens are stored by position in a ring per slot, gates with their bias. A ring has room for drafted
+tokens and one padding token beyond the windows that the next key needs, so that taking tokens back
+changes nothing. Nothing here waits for the device, so that steps can be captured.
 """
 
 import torch
@@ -57,19 +57,19 @@ def compress_step(
 
 
 def _sizes(operation: Compression) -> tuple[int, int]:
-    """Return the tokens of a window, and those that a key is made of."""
+    """Return the number of tokens of a window, and of those that a key is made from."""
     ratio = len(operation.bias)
     return ratio, ratio * operation.num_series
 
 
 def _with_bias(operation: Compression, positions: Tensor, values: Tensor, gates: Tensor) -> Tensor:
-    """Return tokens as they are kept: (n_tokens, 2, width)."""
+    """Return tokens in their stored form: (n_tokens, 2, width)."""
     bias = operation.bias[positions % len(operation.bias)]
     return torch.stack([values.float(), gates.float() + bias], 1)
 
 
 def _keys(operation: Compression, tokens: Tensor, are_there: Tensor) -> Tensor:
-    """Return the keys (n, dim) of (n, tokens of a key, 2, width), of which some are there."""
+    """Return the keys (n, dim) of (n, tokens of a key, 2, width); tokens may be missing."""
     bias, num_series = operation
     if num_series > 1:  # of the window before the first series, of the own one the second
         before, own = tokens.split(len(bias), 1)

@@ -1,8 +1,8 @@
 """Convolutions and recurrences in torch on a device: the reference of its kernels.
 
-Tokens come in runs of one slot, one after the other. All but the certain tokens of a run may be
-taken back: the state stays before them, they are logged, and the slot's next run repeats those that
-were kept. Nothing here waits for the device, so that steps can be captured.
+Tokens come in runs of one slot, one after another. All but the certain tokens of a run may be taken
+back: the state stays at the last certain token, the others are logged, and the slot's next run
+repeats those that were accepted. Nothing here waits for the device, so that steps can be captured.
 """
 
 from typing import NamedTuple, Protocol
@@ -126,10 +126,10 @@ class TorchStates:
         if tokens.have_log:
             inputs = torch.cat([inputs, runs.logged(memory)], 1)
             inputs = _from(inputs, runs.num_again.clamp(min=0), before)
-        inputs = torch.cat([inputs, runs.tokens_of(x.float())], 1)
+        inputs = torch.cat([inputs, runs.by_run(x.float())], 1)
         taps = [inputs[:, j : j + tokens.most] * weight[:, j] for j in range(before + 1)]
         out = torch.stack(taps).sum(0)
-        out = runs.rows_of((out if bias is None else out + bias).to(x.dtype))
+        out = runs.by_token((out if bias is None else out + bias).to(x.dtype))
         drafted = _from(inputs, before + runs.num_certain, MOST_DRAFTED)
         runs.keep(memory, _from(inputs, runs.num_certain, before), drafted)
         return F.silu(out) if has_silu else out
@@ -141,10 +141,8 @@ class TorchStates:
         (form, factor, skip), (value, query, key, decay, *rate) = operation, inputs
         runs, state = _Runs(tokens, len(value)), _Stepped(form, factor, bool(rate))
         rates = rate[0] if rate else value.new_ones(value.shape[:2])
-        said = runs.tokens_of(
-            torch.cat([x.flatten(1).float() for x in (key, value, decay, rates)], 1)
-        )
-        queries = runs.tokens_of(_heads(form, query.float(), form.scale))
+        said = runs.by_run(torch.cat([x.flatten(1).float() for x in (key, value, decay, rates)], 1))
+        queries = runs.by_run(_heads(form, query.float(), form.scale))
         now = runs.states(memory)
         if tokens.have_log:
             logged = runs.logged(memory)
@@ -158,7 +156,7 @@ class TorchStates:
             out = (now * queries[:, t, :, :, None]).sum(2)
             outputs.append(out if skip is None else out + skip * state.values(said[:, t]))
         runs.keep(memory, kept, _from(said, runs.num_certain, MOST_DRAFTED))
-        return runs.rows_of(torch.stack(outputs, 1)).to(value.dtype)
+        return runs.by_token(torch.stack(outputs, 1)).to(value.dtype)
 
     def compress(
         self,
@@ -174,26 +172,26 @@ class TorchStates:
 
 
 class _Runs:
-    """A call's runs, and where their tokens lie."""
+    """A call's runs, and the places of their tokens."""
 
-    def __init__(self, tokens: SlotTokens, num_rows: int) -> None:
+    def __init__(self, tokens: SlotTokens, num_tokens: int) -> None:
         self._has_log, self._most, runs = tokens.have_log, tokens.most, tokens.runs
         self._slot, first, count, self.num_certain, self.num_again, self._half = runs.unbind(1)
         place = torch.arange(self._most, device=runs.device)
-        self._rows = (first[:, None] + place).clamp(max=num_rows - 1)
-        row = torch.arange(num_rows, device=runs.device)[:, None]
-        self._run_of = ((first <= row) & (row < first + count)).to(torch.int8).argmax(1)
-        self._place_of = (row[:, 0] - first[self._run_of]).clamp(0, self._most - 1)
+        self._token_of = (first[:, None] + place).clamp(max=num_tokens - 1)
+        token = torch.arange(num_tokens, device=runs.device)[:, None]
+        self._run_of = ((first <= token) & (token < first + count)).to(torch.int8).argmax(1)
+        self._place_of = (token[:, 0] - first[self._run_of]).clamp(0, self._most - 1)
         number = torch.arange(len(runs), device=runs.device)
         self._kept_from = torch.where(self.num_certain > 0, number, 0)
 
-    def tokens_of(self, rows: Tensor) -> Tensor:
-        """Return rows' values by run: (runs, tokens, ...)."""
-        return rows[self._rows]
+    def by_run(self, values: Tensor) -> Tensor:
+        """Return tokens' values by run: (runs, tokens, ...)."""
+        return values[self._token_of]
 
-    def rows_of(self, tokens: Tensor) -> Tensor:
-        """Return values of runs' tokens in the order of the call."""
-        return tokens[self._run_of, self._place_of]
+    def by_token(self, values: Tensor) -> Tensor:
+        """Return values (runs, tokens, ...) in the order of the call's tokens."""
+        return values[self._run_of, self._place_of]
 
     def states(self, memory: StateMemory) -> Tensor:
         """Return the runs' states; those that begin have zeros."""
@@ -201,18 +199,18 @@ class _Runs:
         return torch.where((self.num_again >= 0).view(-1, *[1] * (found.dim() - 1)), found, 0.0)
 
     def logged(self, memory: StateMemory) -> Tensor:
-        """Return what was logged by the runs' slots: (runs, MOST_DRAFTED, values)."""
+        """Return the logs of the runs' slots: (runs, MOST_DRAFTED, values)."""
         return memory.log[self._slot, self._half]
 
     def keep(self, memory: StateMemory, states: Tensor, drafted: Tensor) -> None:
-        """Keep states and logs of all runs that are not idle."""
+        """Store the states and logs of all runs that are not idle."""
         memory.states[self._slot] = states[self._kept_from]  # idle ones write what the first does
         if self._has_log:
             memory.log[self._slot, 1 - self._half] = drafted[self._kept_from]
 
 
 class _Stepped:
-    """Moves states (runs, heads, key_dim, value_dim) on by a token, as it is logged."""
+    """Advances states (runs, heads, key_dim, value_dim) by tokens in their logged form."""
 
     def __init__(self, form: RecurrenceForm, factor: Tensor | None, has_rate: bool) -> None:
         self._form, self._factor, self._has_rate = form, factor, has_rate
@@ -236,7 +234,7 @@ class _Stepped:
         return values
 
     def _share(self, decay: Tensor) -> Tensor:
-        """Return what is left of states, (runs, heads or 1, key_dim or 1, value_dim or 1)."""
+        """Return the decay factor of states, (runs, heads or 1, key_dim or 1, value_dim or 1)."""
         if self._form.decay == "head":
             return decay[..., None, None].exp()
         if self._form.decay == "key":
@@ -247,16 +245,14 @@ class _Stepped:
 
 
 def _heads(form: RecurrenceForm, x: Tensor, scale: float) -> Tensor:
-    """Return queries or keys (..., key heads, key_dim) for each head."""
+    """Return queries or keys (..., key heads, key_dim) expanded to all heads."""
     if form.is_normalised:
         x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LEAST_SQUARE)
     return (x * scale).repeat_interleave(form.num_heads // form.num_key_heads, -2)
 
 
 def _from(x: Tensor, first: Tensor, count: int) -> Tensor:
-    """Return `count` values of (runs, tokens, ...) from `first` (runs,) on; the last one repeats at
-    the end.
-    """
+    """Return `count` values of (runs, tokens, ...) from `first` (runs,) on; the last repeats."""
     place = first[:, None] + torch.arange(count, device=x.device)
     run = torch.arange(len(x), device=x.device)[:, None]
     return x[run, place.clamp(max=x.shape[1] - 1)]

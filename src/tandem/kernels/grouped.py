@@ -15,7 +15,7 @@ from tandem.kernels.opaque_calls import GROUPS, opaque
 
 class _CanBeCut(Protocol):
     def cut(self, num_groups: int) -> None:
-        """Give each of so many groups of rows an input of its own."""
+        """Give each of several groups of rows an input of its own."""
 
 
 def num_groups_of(linear: object) -> int:

@@ -33,9 +33,7 @@ def allocate(num_bytes: int) -> Tensor:
 
 
 def allocate_buffers(num_experts: int, num_bytes: int, *, has_huge_pages: bool = True) -> Tensor:
-    """Return zeroed buffers (num_experts, num_bytes) uint8, whose pages are allocated on first
-    use.
-    """
+    """Return zeroed buffers (num_experts, num_bytes) uint8; pages are allocated on first use."""
     size = num_experts * num_bytes
     with torch.inference_mode(False):
         memory = torch.from_numpy(np.zeros(size + SECTION_ALIGNMENT_BYTES, np.uint8))

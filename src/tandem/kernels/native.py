@@ -61,7 +61,7 @@ def compute_experts(
     row_token: Tensor,
     out: Tensor,
 ) -> None:
-    """Write one row per (token, expert) to `out` (num_rows, hidden_size), fp32.
+    """Write the result of each routed token to `out` (num_routed, hidden_size), fp32.
 
     `hidden` is (n_tokens, hidden_size) fp32. The expert at `addresses[i]` (n,) int64 has rows
     `row_begin[i]`..`row_begin[i + 1]` - 1, and row j is of token `row_token[j]`; both int32. Raises
@@ -90,22 +90,22 @@ def compute_experts_with(
 ) -> None:
     """Compute the same with an activation in torch, which the kernels need not know.
 
-    `activate` maps [gate; up] of shape (num_rows, 2 * intermediate size), or (num_rows,
-    intermediate size) if not gated, to (num_rows, intermediate size), fp32.
+    `activate` maps [gate; up] of shape (num_routed, 2 * intermediate size), or (num_routed,
+    intermediate size) if not gated, to (num_routed, intermediate size), fp32.
     """
     native, size = native_layout(layout), layout.intermediate_size
     per_column = 2 if layout.is_gated else 1
-    num_rows = row_token.numel()
-    up = torch.empty(num_rows, native.inner_rows * per_column, device="cpu")
-    every = torch.arange(num_rows, dtype=torch.int32, device="cpu")
+    num_routed = row_token.numel()
+    up = torch.empty(num_routed, native.inner_rows * per_column, device="cpu")
+    every = torch.arange(num_routed, dtype=torch.int32, device="cpu")
     addresses, row_begin, row_token, hidden = _dense(addresses, row_begin, row_token, hidden)
     project, num_bytes = engine.project, layout.num_bytes
     try:
         project(native, num_bytes, True, addresses, row_begin, row_token, hidden, up)
         # Blocks of 16 gate and 16 up values alternate.
-        halves = up.view(num_rows, -1, per_column, ROWS_PER_BLOCK).transpose(1, 2)
-        inner = torch.zeros(num_rows, native.inner_rows, device="cpu")
-        flat = halves.reshape(num_rows, per_column, -1)[..., :size].reshape(num_rows, -1)
+        halves = up.view(num_routed, -1, per_column, ROWS_PER_BLOCK).transpose(1, 2)
+        inner = torch.zeros(num_routed, native.inner_rows, device="cpu")
+        flat = halves.reshape(num_routed, per_column, -1)[..., :size].reshape(num_routed, -1)
         inner[:, :size] = activate(flat)
         project(native, num_bytes, False, addresses, row_begin, every, inner, out)
     except ValueError as error:
@@ -113,7 +113,7 @@ def compute_experts_with(
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors without gaps, to be kept alive while a call runs."""
+    """Return contiguous tensors, to be kept alive while a call runs."""
     return [tensor.contiguous() for tensor in tensors]
 
 

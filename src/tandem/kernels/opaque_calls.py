@@ -40,7 +40,7 @@ class Interceptor(Protocol):
     """Whether the step is noted and not done."""
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
-        """Return the call's result, by whatever way."""
+        """Return the call's result, computed in any way."""
 
 
 ACTIVE: ContextVar[Interceptor | None] = ContextVar("tandem_recorder", default=None)
@@ -63,7 +63,7 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
 
 
 class Meeting:
-    """A torch mode that receives opaque calls too, and does not see inside them; a context.
+    """A torch mode that receives opaque calls and does not see inside them; a context.
 
     List it before the mode among a class's bases.
     """

@@ -130,7 +130,7 @@ class LayerState(ABC):
         return output
 
     def _keep_drafts(self, native: _Native, num_values: int) -> None:
-        """Make the log of drafted tokens of so many values each."""
+        """Allocate the log of drafted tokens, with this many values each."""
         self.kept = torch.zeros(len(self.states), dtype=torch.int64, device="cpu")
         self.log = torch.zeros(len(self.states), MOST_DRAFTED, num_values, device="cpu")
         native.keep_drafts(self.kept, self.log)
@@ -211,7 +211,7 @@ class RecurrenceState(LayerState):
         program.add_recurrence(self._native, *tokens, query, key, value, decay, rate, output)
 
     def _in_blocks(self, factor: Tensor) -> Tensor:
-        """Turn (value_dim, key_dim) into (blocks, key_dim, values of a block)."""
+        """Reorder (value_dim, key_dim) to (blocks, key_dim, values of a block)."""
         padded = torch.zeros(self._blocks * _BLOCK, self.form.key_dim, device="cpu")
         padded[: len(factor)] = factor.detach()
         return padded.view(self._blocks, _BLOCK, -1).transpose(1, 2).contiguous()

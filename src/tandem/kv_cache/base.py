@@ -80,7 +80,7 @@ class SlotCache(ABC):
         self.states.commit()
 
     def _prompt_length(self, segment: Segment) -> int:
-        """Return how many of a slot's tokens are of prompts, with those that are announced."""
+        """Return how many of a slot's tokens belong to prompts, including announced ones."""
         slot, first, count = segment
         return self.prompt_lengths[slot] if self.is_decoding else first + count
 
@@ -180,7 +180,7 @@ class SlotCache(ABC):
 
     @abstractmethod
     def _invent(self, length: int) -> None:
-        """Fill the first positions of all slots and layers."""
+        """Fill the first positions of all slots and layers with made-up numbers."""
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -228,7 +228,7 @@ class SlotCache(ABC):
         self.prompt_lengths[slot] = min(length, self.prompt_lengths[slot])
 
     def _expected_layer(self) -> int:
-        """Return the layer whose attention is asked for now."""
+        """Return the layer whose attention is called next."""
         layer, self._awaited = self._awaited, None
         if layer is None:
             raise NotInSlotsError("attention was asked for without new keys")

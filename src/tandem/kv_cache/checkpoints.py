@@ -60,7 +60,7 @@ def most_checkpoints(num_tokens: int, part_tokens: int) -> int:
 
 
 def _wanted(end: int) -> Iterator[int]:
-    """Yield the lengths before `end` that are worth a checkpoint, descending."""
+    """Yield the lengths before `end` that deserve a checkpoint, descending."""
     yield from (end - before for before in _BEFORE_END)
     last = (end - _BEFORE_END[-1]) // _APART * _APART
     yield from range(last, 0, -_APART)

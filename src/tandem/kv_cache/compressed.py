@@ -1,7 +1,7 @@
-"""Compressed keys: a layer keeps one key for every so many tokens, beside its window.
+"""Compressed keys: a layer keeps one key per window of tokens, beside its sliding window.
 
-A key is its own value, and all heads share it. It is added with the last token that it stands for.
-So a slot that is truncated keeps the keys of all complete windows, and writes later ones again.
+A key is its own value, and all heads share it. It is added with its last token. So a truncated slot
+keeps the keys of all complete windows, and writes later ones again.
 """
 
 from collections.abc import Iterator

@@ -305,9 +305,9 @@ class KvCache(SlotCache):
         self.compressed.reserve(self._capacity, max(self.lengths))
 
     def _require_memory(self, layers: list[CachedAttention]) -> None:
-        """Raise `CapacityError` unless there is room for layers of the present capacity.
+        """Raise `CapacityError` unless memory has room for layers of the present capacity.
 
-        Layers grow one after the other, so that one of them is there twice for a moment.
+        Layers grow one after another, so one of them briefly exists twice.
         """
         needed = sum(layer.bytes_of(_room(layer.form, self._capacity)) for layer in layers)
         for kept in (self.index_keys, self.compressed):
@@ -317,7 +317,7 @@ class KvCache(SlotCache):
         self._require_bytes(needed * len(self.lengths), held)
 
     def _expect_kind(self, attention: CachedAttention, capacity: int) -> None:
-        """Raise `CapacityError` unless there is room for all layers of this layer's kind.
+        """Raise `CapacityError` unless memory has room for all layers of this layer's kind.
 
         They are at most as large as this one.
         """
@@ -327,9 +327,7 @@ class KvCache(SlotCache):
         self._require_bytes(self._expected_bytes)
 
     def _require_bytes(self, needed: int, held: int = 0) -> None:
-        """Raise `CapacityError` unless there is room for `needed` bytes, of which `held` are held
-        already.
-        """
+        """Raise `CapacityError` unless `needed` bytes fit, of which `held` exist already."""
         if needed - held > host_memory.available_bytes():
             self._expanded.clear()  # it can be made again
         if needed - held > host_memory.available_bytes():
@@ -362,7 +360,7 @@ def _room(form: AttentionForm, capacity: int) -> int:
 
 
 def _pretend(layer: CachedAttention, threads: CpuThreads, slot: int, tokens: range) -> None:
-    """Let a slot of a layer hold made-up tokens; there is room for them."""
+    """Fill a slot of a layer with made-up tokens, for which there is room."""
     count = min(len(tokens), _INVENTED_AT_ONCE)
     key, value = (
         torch.randn(layer.form.num_kv_heads, count, dim, device="cpu") * 0.1

@@ -221,10 +221,11 @@ class IndexStore(KeptIndexKeys):
         query: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        """Return the positions that tokens see: (n_tokens, most) int32; -1 first: all. Or keys.
+        """Return the positions that tokens see: (n_tokens, most) int32; -1 first: all.
 
-        If each head selects for itself, the numbers of blocks (n_tokens, heads, most). `query` is
-        (n_tokens, heads, dim) and `weights` (n_tokens, heads), in the order of `segments`.
+        For keys, the numbers of keys. If each head selects for itself, the numbers of blocks
+        (n_tokens, heads, most). `query` is (n_tokens, heads, dim) and `weights` (n_tokens, heads),
+        in the order of `segments`.
         """
         self._most = most = selection.most
         heads = (query.shape[1],) if selection.by_head else ()
@@ -299,7 +300,7 @@ def greatest_by_head(scores: Tensor, selection: Selection, own: Tensor) -> Tenso
 
 
 def _blocks(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
-    """Return the numbers (n_tokens, heads, most) of the blocks that are selected."""
+    """Return the numbers (n_tokens, heads, most) of the selected blocks."""
     is_best = greatest_by_head(scores, selection, own)
     return is_best.nonzero()[:, 2].view(*scores.shape[:2], selection.most_blocks)
 

@@ -1,4 +1,4 @@
-"""Stand-ins for an indexer's keys: they record what its code computes, and attention selects.
+"""Stand-ins for an indexer's keys, which record the operations of its code on them.
 
 The code of DeepSeek-V3.2's indexer and its like takes the index keys of all tokens from its cache,
 scores them, adds a mask, and returns the positions of the best. In sequence slots each token has
@@ -44,11 +44,11 @@ class SeesAllBefore:
     dtype = torch.bool
 
     def __getitem__(self, part: object) -> "SeesAllBefore":
-        """Return itself, for whichever part."""
+        """Return itself for any part."""
         return self
 
     def __invert__(self) -> "SeesAllBefore":
-        """Return itself: hidden and visible positions are equally known."""
+        """Return itself: hidden positions are known like visible ones."""
         return self
 
     def is_floating_point(self) -> bool:
@@ -103,7 +103,7 @@ class IndexScores:
         args: tuple[object, ...] = (),
         kwargs: object = None,
     ) -> "IndexScores":
-        """Do what `function` of torch asks for, with one of these among its arguments."""
+        """Compute `function` of torch, with one of these among its arguments."""
         if function is torch.matmul and isinstance(scores := args[1], cls):
             return scores._multiplied(args[0])
         if function in (F.relu, torch.relu) and isinstance(scores := args[0], cls):

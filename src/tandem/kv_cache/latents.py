@@ -1,10 +1,10 @@
 """Latent attention in sequence slots: a token keeps its latent and its rotary key, for all heads.
 
-Together they are the one key that a layer keeps of a token; the latent is its value. Decode steps
-attend to them directly. The many tokens of a prompt share the work of expanding them into keys and
-values of each head, which is less than attending to latents would cost each. Either way a token
-sees what is stored, with its rounding, so a prompt may be cut anywhere. Expanded keys stay for the
-slot's next prompt, as far as memory is free.
+Together they are the single key of a token in a layer; the latent is its value. Decode steps attend
+to them directly. A prompt's many tokens share the work of expanding them to keys and values of each
+head, which costs less than attending to latents. Either way a token reads the stored, rounded
+values, so a prompt may be cut anywhere. Expanded keys stay for the slot's next prompt while memory
+is free.
 """
 
 from collections import OrderedDict
@@ -53,9 +53,9 @@ class _Rows(NamedTuple):
 
 
 class ExpandedKeys:
-    """Expanded keys and values of slots with prompts, as far as memory is free.
+    """Expanded keys and values of slots with prompts, while memory is free.
 
-    What is dropped is expanded again, so that only time depends on it.
+    Dropped ones are expanded again, which only costs time.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ _MOST_HELD = 4
 
 
 class PrefixFiles:
-    """The segments of one model as it is loaded, in a directory with a size limit."""
+    """The segments of one model in its present form, in a directory with a size limit."""
 
     def __init__(self, directory: Path, limit_bytes: int, fingerprint: bytes) -> None:
         """Find the files of earlier processes.

@@ -55,7 +55,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Return what is new alone; attention knows the rest."""
+        """Return only the new keys and values; attention has the others."""
         self._cache.expect(self._layer)
         return key_states, value_states
 
@@ -87,7 +87,7 @@ class _SelectingLayer(_Layer):
         return selected.view(*key.shape[:2], *selected.shape[1:])
 
     def update_index(self, idx_k: Tensor) -> Tensor:
-        """Refuse what MiniMax-M3's code does where it is not known: with other numbers of heads."""
+        """Refuse MiniMax-M3's index keys for unknown numbers of heads."""
         raise NotInSlotsError("an indexer selects for other heads than those of keys")
 
 
@@ -95,7 +95,7 @@ class _IndexedLayer(_SelectingLayer):
     """The same for a layer whose indexer selects the positions that attention sees."""
 
     def update_indexer(self, key_states: Tensor) -> IndexScores:
-        """Return what stands for the index keys of each token's slot."""
+        """Return a stand-in for the index keys of each token's slot."""
         return IndexScores(self.select, key_states)
 
     @property
@@ -115,7 +115,7 @@ class _CompressedLayer(_SelectingLayer):
         self.states = StateHandle(cache, layer, 0)
 
     def expect_compressed(self, ratio: int, key: Tensor, selected: Tensor | None) -> None:
-        """Note the keys (b, n_tokens, dim) that attention sees beside those of the window."""
+        """Record the keys (b, n_tokens, dim) that attention sees beside those of the window."""
         self._cache.expect_compressed(NewCompressed(ratio, key.flatten(0, 1)[None], selected))
 
 
@@ -133,7 +133,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, **kwargs: object
     ) -> Tensor:
-        """Return what is new alone; the convolution knows the rest."""
+        """Return only the new inputs; the convolution has the others."""
         self._cache.states_asked_for = self._handles[state_idx]
         return conv_states
 

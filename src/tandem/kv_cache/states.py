@@ -46,7 +46,7 @@ class StateHandle(NamedTuple):
         return result
 
     def to(self, *args: object, **kwargs: object) -> "StateHandle":
-        """Return itself: a model converts the tensor that it takes this for."""
+        """Return itself, because a model converts it as if it were a tensor."""
         return self
 
 
@@ -101,7 +101,7 @@ class KeptStates(ABC, Generic[_Layer]):
         return sum(layer.states[0].nbytes for layer in self._layers.values())
 
     def _of(self, layer: _Layer) -> tuple[Tensor, ...]:
-        """Return all that a layer keeps, each (slots, ...)."""
+        """Return everything that a layer keeps, each (slots, ...)."""
         return (layer.states,)
 
     def begin(self, segments: Iterable[Segment]) -> None:
@@ -149,7 +149,7 @@ class KeptStates(ABC, Generic[_Layer]):
         self._announced = []
 
     def _keep_drafted(self, slot: int, num_tokens: int) -> None:
-        """Let a slot's next call repeat `num_tokens` of its drafted tokens."""
+        """Make a slot's next call repeat `num_tokens` of its drafted tokens."""
         self._drafted[slot] = num_tokens
 
     def save(self, slots: Iterable[int]) -> Callable[[], None]:
@@ -195,7 +195,7 @@ class KeptStates(ABC, Generic[_Layer]):
 
     @torch.inference_mode()
     def _restore(self, source: int, target: int, length: int) -> None:
-        """Put the checkpoint of `source` at a length into `target`, with those before it.
+        """Restore in `target` the checkpoint of `source` at a length, and copy earlier ones.
 
         At length 0 there is none: operations begin there with zeros.
         """
@@ -218,9 +218,7 @@ class KeptStates(ABC, Generic[_Layer]):
         self._checkpoints.copy(source, target, self._checkpoints.newest(source))
 
     def _most(self) -> int:
-        """Return how many checkpoints of a forward fit: they are made before old ones are
-        dropped.
-        """
+        """Return how many checkpoints of a forward fit, before old ones are dropped."""
         return max(1, self._budget // self.step_bytes) if self._layers else 1 << 62
 
 

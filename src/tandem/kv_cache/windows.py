@@ -1,8 +1,7 @@
-"""Rings: layers with a sliding window keep each of their last positions at its remainder by the
-size.
+"""Rings: layers with a sliding window store each of their last positions modulo the ring's size.
 
 So their memory does not grow with a text. A ring is larger than its window by a margin: a slot can
-continue from an earlier position only if what that one sees has not been overwritten.
+continue from an earlier position only if nothing that this position sees has been overwritten.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ class Rings:
         self._ends[slot] = max(self._ends[slot], end)
 
     def begin_anew(self, slot: int, length: int = 0) -> None:
-        """Reset a slot to `length` tokens, with nothing written beyond them."""
+        """Reset a slot to `length` tokens, with nothing written after them."""
         self._ends[slot] = length
 
     def follow(self, source: int, target: int) -> None:

@@ -127,7 +127,7 @@ def _say_if_planned(observed: ObservedModel) -> None:
 def _handed_steps(
     observed: ObservedModel, device: CudaDevice, cache: ExpertCache
 ) -> HandedSteps | None:
-    """Return what computes decode steps as one graph each; None: they are graph segments."""
+    """Return the object that computes steps as one graph each; None: as graph segments."""
     if observed.why_planned() is not None:
         return None
     layers, rate = observed.native_layers(cache), observed.link_bytes_per_second
@@ -247,7 +247,7 @@ def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, 
 
 
 def _with_taken(share: MemoryShare, memory: DeviceMemory, taken: int) -> MemoryShare:
-    """Return Tandem's share when `taken` bytes are in use; auto refers to what is left."""
+    """Return Tandem's share when `taken` bytes are in use; auto refers to the rest."""
     if share.num_bytes is None and share.fraction is None:
         return MemoryShare(num_bytes=taken + budget_bytes(share, memory))
     return share

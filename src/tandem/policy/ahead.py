@@ -86,7 +86,7 @@ class Ahead:
     def _misses(self, load: LayerLoad) -> list[tuple[int, float]]:
         """Return a layer's absent experts, those of most tokens first: (key, CPU seconds).
 
-        None that a copy would cost more than the CPU.
+        Experts that cost more to copy than the CPU takes are left out.
         """
         cpu, slot_of, pending = self._costs.cpu, self._residency.slot_of, self._link.pending
         misses = list[tuple[int, float]]()
@@ -103,10 +103,9 @@ class Ahead:
     def _in_time(
         self, load: LayerLoad, misses: Sequence[tuple[int, float]], coming: Coming
     ) -> Iterator[tuple[int, int]]:
-        """Yield the copies that arrive in time; in plans also those that arrive before the CPU
-        would be done.
+        """Yield the copies that arrive in time; in plans also those that end before the CPU would.
 
-        As far as there are slots.
+        Their number is limited by the slots.
         """
         link_seconds, begin = self._link.copy_seconds, coming.begin
         most = self._link.whole_copies(coming.needed_at - begin)
@@ -123,7 +122,7 @@ class Ahead:
             begin += link_seconds
 
     def _places(self, load: LayerLoad, keys: Sequence[int], coming: Coming) -> Iterator[int]:
-        """Yield for each key the expert that leaves for it; may stop early."""
+        """Yield for each key the expert that leaves its slot; may stop early."""
         residency = self._residency
         if coming.in_graph or residency.capacity[residency.staging]:
             yield from [NOWHERE] * len(residency.free[residency.staging])
@@ -137,8 +136,8 @@ class Ahead:
     def _copies_in_time(self, coming: Coming) -> int:
         """Return how many copies ahead of a layer the link can carry while it is idle.
 
-        Where the layer's router has been asked, a copy of a plan may also end later than the layer
-        begins, if the CPU would need longer still: what is named would otherwise be fetched then.
+        If the layer's router has been asked, a planned copy may also end after the layer begins, if
+        the CPU would end later still: such an expert would otherwise be fetched then.
         """
         idle_seconds = coming.needed_at - coming.begin
         copy_seconds, count = self._link.copy_seconds, self._link.whole_copies(idle_seconds)
@@ -148,7 +147,7 @@ class Ahead:
         return int(is_sooner and self.prediction.is_hinted(coming.layer))
 
     def _terms(self, first: int, room: int, idle_copies: int) -> PrefetchTerms:
-        """Return what copies ahead of the layer with this first key cost and bring."""
+        """Return the costs and benefits of copies ahead of the layer with this first key."""
         slots = self._residency.slot_of[first : first + self._residency.geometry.num_experts]
         gain, link_seconds = self._costs.cpu[1], self._link.copy_seconds
         return PrefetchTerms(slots, room, idle_copies, link_seconds, self.price, gain)

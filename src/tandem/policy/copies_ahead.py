@@ -116,7 +116,7 @@ class CopiesAhead:
         return found
 
     def _since(self, layer: int) -> list[LayerLoad]:
-        """Return the known loads of a layer and of those after it."""
+        """Return the known loads from a layer on."""
         return [load for load in self._known.values() if load.layer >= layer]
 
     def _queued(self, pair: tuple[int, int], set_id: int, now: float) -> Copy:

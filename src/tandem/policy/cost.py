@@ -112,7 +112,7 @@ _PAGE_BYTES = 4096  # experts lie at multiples of it
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Return what an expert of so many bytes takes in a file, and in a slot over a disk."""
+    """Return an expert's bytes in whole pages, in a file and in a slot over a disk."""
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -146,7 +146,7 @@ class DiskCosts:
         return max(self.bytes_per_second)
 
     def read_seconds(self, expert_bytes: int) -> float:
-        """Return what an expert's read takes while others are under way."""
+        """Return the seconds of an expert's read while others are under way."""
         return whole_pages(expert_bytes) / self.most_bytes_per_second
 
 

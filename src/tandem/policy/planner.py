@@ -170,8 +170,8 @@ class Planner:
     ) -> LayerPlan:
         """Decide for one layer at time `now`; its copies count as issued in the plan's order.
 
-        `places` say where memory over a disk has its misses, as `LayerNow` has them; for steps in
-        one graph.
+        `places` has the misses' places in memory over a disk, as in `LayerNow`; for steps in one
+        graph.
         """
         if self._has_every_expert:
             return self._plan_without_misses(load, now)
@@ -199,7 +199,7 @@ class Planner:
         )  # fmt: skip
 
     def _decide(self, layer: LayerNow) -> tuple[Split, Iterable[tuple[int, int]], tuple[Copy, ...]]:
-        """Return the split, who gets a slot from whom, and a graph's copies ahead."""
+        """Return the split, the (entering, leaving) experts, and a graph's copies ahead."""
         split = self._split(layer)
         next_plan = layer.now + split.seconds + self._dense_seconds
         ahead: tuple[Copy, ...] = ()
@@ -217,9 +217,7 @@ class Planner:
         return self._rule.split_residents(load.experts, partial(self._problem, layer))
 
     def _plan_without_misses(self, load: LayerLoad, now: float) -> LayerPlan:
-        """Plan a layer when the cache holds the whole model, so that nothing is learned, copied or
-        evicted.
-        """
+        """Plan a layer when all experts are resident: nothing is learned, copied or evicted."""
         here = self._layer_now(load, now)
         split, states = self._split(here), here.states
         gpu, _, cpu = self._by_processor(load, states, split)
@@ -251,9 +249,9 @@ class Planner:
         in_use: frozenset[int],
         now: float,
     ) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
-        """Give slots to fetched and to admitted experts; returns (fetch, insert) copies.
+        """Assign slots to fetched and to admitted experts; return (fetch, insert) copies.
 
-        The link gets those `ahead` in between.
+        On the link the copies `ahead` come between them.
         """
         residency, link = self.residency, self.link
         first, set_id = layer * self.geometry.num_experts, residency.set_of(layer)
@@ -281,7 +279,7 @@ class Planner:
         in_use: frozenset[int],
         now: float,
     ) -> list[Copy]:
-        """Queue the copies of fetched experts, which leave `copies` if they have a slot there."""
+        """Queue the copies of fetched experts; those with a slot there are taken off `copies`."""
         fetch = []
         num_staged = sum(first + expert not in copies for expert in split.fetch)
         ring, ready = self.ring.slots(in_use), now
@@ -300,7 +298,7 @@ class Planner:
     def _copies_ahead(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
-        """Return copies for the next layer, and queue them; then for known ones behind it."""
+        """Queue and return copies for the next layer, then for later known layers."""
         ahead, of_prompt = tuple[Copy, ...](), self.prompt.is_on
         if of_prompt and not self.ahead.knows(layer):
             ahead = self.prompt.copies(layer, in_use, now, next_plan)

@@ -66,9 +66,9 @@ or not yet."""
 
 
 def seconds_until_read(places: bytes, read_seconds: float) -> list[float]:
-    """Return when a layer's misses are in memory for the CPU; negative: they may be fetched, too.
+    """Return when a layer's misses are in memory for the CPU; negative: they may also be fetched.
 
-    The disk reads them one after the other, as they are here.
+    The disk reads them one after another in this order.
     """
     found, end = list[float](), 0.0
     for place in places:

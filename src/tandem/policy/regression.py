@@ -1,8 +1,8 @@
 """Online linear regression for all experts of a layer at once: predicted = sum of active rows.
 
-What happened says which rows are active: each expert in use has a row, each token may have one.
-When the truth is known, each active row is moved by a part of the error (the delta rule). Rows are
-SIMD lanes (see `lanes`); offsets keep lanes above 0: values stay within +-16, errors within +-256.
+Events make rows active: each expert in use has a row, each token may have one. Once the true load
+is known, each active row is moved by a part of the error (the delta rule). Rows are SIMD lanes (see
+`lanes`); offsets keep lanes above 0: values stay within +-16, errors within +-256.
 """
 
 from collections.abc import Sequence

@@ -117,8 +117,7 @@ class Residency:
         self.state[key] = READY
 
     def release_passed(self, layer: int, in_use: Container[int]) -> list[int]:
-        """Free the slots of staged, ready experts of earlier layers that are not in use; return
-        their keys.
+        """Free the slots of staged, ready experts of earlier layers that are not in use.
 
         Returns their keys.
         """

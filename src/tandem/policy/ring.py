@@ -73,7 +73,7 @@ class Ring:
         yield from cycle([(slot, NOWHERE) for slot in (*self._own, *lent)])
 
     def graph_slots(self, count: int) -> Iterator[tuple[int, int]]:
-        """Yield slots for `count` experts of a layer in one graph, as far as there are some.
+        """Yield slots for `count` experts of a layer in one graph, or as many as there are.
 
         No expert leaves them, and each holds one expert, because all are needed at the same time.
         """
@@ -90,9 +90,7 @@ class Ring:
         return [*self._own, *self._residency.lent]
 
     def _borrow(self, in_use: Container[int]) -> tuple[int, int] | None:
-        """Take a slot from the largest set that can lend one; return it and the expert that left
-        it.
-        """
+        """Take a slot from the largest set that can lend one; return it and the evicted expert."""
         residency = self._residency
         for set_id in sorted(
             range(residency.num_sets), key=lambda at: (-residency.capacity[at], -at)

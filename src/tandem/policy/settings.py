@@ -298,7 +298,7 @@ def _graph_rule(settings: PlannerSettings, size: int) -> Rule:
 
 
 def _native(name: str, options: Sequence[object]) -> int | None:
-    """Return the number of an assignment's native form, which takes no options."""
+    """Return the number of an assignment's native form, which has no options."""
     return NATIVE.index(name) if name in NATIVE and not options else None
 
 

@@ -34,7 +34,7 @@ class NextUseTable(Protocol):
         """Choose among the rules of `eviction.rule_choice` for a cache of this size; 0: do not."""
 
     def followed(self) -> int:
-        """Return the rule behind `values`."""
+        """Return the rule of `values`."""
 
 
 class LearnsInTables:

@@ -59,7 +59,7 @@ def _hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _filled(parts: Sequence[Sequence[Option]], chosen: list[Option], left: int) -> list[Option]:
-    """Spend what is left on the largest savings that fit, one after the other."""
+    """Spend the remaining bytes on the largest savings that fit, one after another."""
     while True:
         found = [
             (chosen[number].loss - option.loss, -number, option)

@@ -1,9 +1,9 @@
 """Collects the mean squares of the inputs of every matrix while a model reads a text.
 
-Experts are computed in torch, one after the other, so that what comes between their projections is
-seen. Windows of one length are read together, so that each expert is unpacked for many tokens.
-Nothing is collected of the head: each of its rows counts where its word is likely, so means over
-all tokens say nothing of it. Memory is the model's and that of so many tokens' values.
+Experts are computed in torch, one after another, so that the values between their projections can
+be read. Windows of one length are read together, so that each expert is unpacked for many tokens.
+The head is left out: each of its rows matters where its word is likely, which means over all tokens
+do not show. Memory is that of the model and of this many tokens' values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +114,7 @@ def _batches(windows: Sequence[Window]) -> Iterator[Tensor]:
 
 @contextmanager
 def _listening(model: PreTrainedModel) -> Iterator[dict[str, Squares]]:
-    """Sum, inside, what linear layers but the head read, by the names of their weights."""
+    """Sum the squares of linear layers' inputs by weight name in the context; not the head's."""
     found: dict[str, Squares] = {}
     layers: dict[str, nn.Module] = {path: layer for path, _, _, layer in packable_layers(model)}
     layers |= dict(packed_layers(model))

@@ -57,7 +57,7 @@ class LogitsWriter:
         self._stream.write(rows)
 
     def _begin(self, vocabulary: int) -> None:
-        """Write the header and the tokens, and leave room for the sums."""
+        """Write the header and the tokens, and reserve room for the checksums."""
         ids = np.array([token for window in self._windows for token in window.ids], np.int64)
         lengths = np.array([len(window.ids) for window in self._windows], np.int64)
         said = {

@@ -80,7 +80,7 @@ def sampled_losses(
 
 
 def sampled_experts(layer: HostLayer) -> list[int]:
-    """Return evenly spaced experts."""
+    """Return the numbers of evenly spaced experts."""
     count = layer.arrivals.num_experts
     return list(range(0, count, max(1, count // _MOST_EXPERTS)))[:_MOST_EXPERTS]
 

@@ -53,7 +53,7 @@ class ProbingExecutor(ReferenceExecutor):
 
     @contextmanager
     def rounding(self, parameter: str) -> Iterator[None]:
-        """Round a projection inside."""
+        """Round a projection inside the context."""
         self.parameter = parameter
         try:
             yield
@@ -136,7 +136,7 @@ def _rounded(weight: Tensor, importance: Tensor | None, fmt: WeightFormat) -> Te
 def _rounded_group(
     group: Mapping[str, nn.Module], importance: Importance, fmt: WeightFormat
 ) -> Iterator[None]:
-    """Round the weights of modules by path, inside."""
+    """Round the weights of modules by path inside the context."""
     before: list[tuple[nn.Module, nn.Parameter]] = []
     for path, module in group.items():
         weight = module.weight

@@ -1,8 +1,8 @@
 """Recipes: a format for each part of a model, for the least loss in a number of bytes.
 
 A part's loss is its measured divergence (`probing`), times the squared error of a format over the
-probe's. For a model that has not been probed, as with llama.cpp's files, relative errors of all
-parts count alike.
+probe's. For a model that has not been probed, relative errors of all parts have equal weight, as in
+llama.cpp's files.
 """
 
 import dataclasses
@@ -141,14 +141,14 @@ class _MeasuringSink:
         self._done = self._all = 0
 
     def begin(self, expected_bytes: int, table_bytes: int) -> None:
-        """Hear how many bytes of experts come."""
+        """Receive the total bytes of experts."""
         self._all = expected_bytes
 
     def resume(self, layer: HostLayer) -> None:
-        """Nothing was measured before."""
+        """Do nothing: an earlier run measures nothing."""
 
     def take(self, layer: HostLayer) -> None:
-        """Measure a layer that is complete."""
+        """Measure a complete layer."""
         self.layers[layer.layer] = _layer_options(layer, self._importance)
         self.num_weights += sum(prod(shape) for shape in layer.arrivals.shapes.values())
         self._done += layer.num_bytes
@@ -184,7 +184,7 @@ def measure_parts(
 
 
 def _bytes_of(model: PreTrainedModel, linear: Mapping[tuple[str, ...], object]) -> int:
-    """Return what `dense_bytes_with` counts of the layers that get formats."""
+    """Return the bytes that `dense_bytes_with` counts for layers with formats."""
     tied, total = tied_weights(model), 0
     for path in (path for paths in linear for path in paths):
         own = model.get_submodule(path).named_parameters(recurse=False)
@@ -193,7 +193,7 @@ def _bytes_of(model: PreTrainedModel, linear: Mapping[tuple[str, ...], object]) 
 
 
 def _layer_options(layer: HostLayer, importance: Importance | None) -> list[Option]:
-    """Return every pair of formats of a layer's two projections."""
+    """Return every pair of formats for a layer's two projections."""
     losses = [
         _losses(name, squares, importance)
         for name, squares in zip(
@@ -209,7 +209,7 @@ def _layer_options(layer: HostLayer, importance: Importance | None) -> list[Opti
 
 
 def _stride(layer: HostLayer, up: WeightFormat, down: WeightFormat) -> int:
-    """Return what an expert takes in a file."""
+    """Return the bytes of an expert in a file."""
     arrivals, weights = layer.arrivals, layer.weights(0)
     rows, cols = arrivals.shapes["down_proj"][1:]
     hidden, inner = (cols, rows) if weights.is_transposed else (rows, cols)
@@ -223,7 +223,7 @@ def _stride(layer: HostLayer, up: WeightFormat, down: WeightFormat) -> int:
 def _linear_options(
     model: PreTrainedModel, importance: Importance | None
 ) -> dict[tuple[str, ...], list[Option]]:
-    """Return the formats of linear layers, by the paths of those that have one together."""
+    """Return the formats of linear layers, by the paths of those that share one."""
     embeddings = embeddings_of(model)
     groups: list[Mapping[str, nn.Module]] = [*linear_groups(model, importance)]
     found: dict[tuple[str, ...], list[Option]] = {}
@@ -246,7 +246,7 @@ def _linear_options(
 
 
 def _losses(parameter: str, squares: Tensor, importance: Importance | None) -> Sequence[float]:
-    """Return the loss of a part by format, from its squared errors and, last, its own squares."""
+    """Return a part's loss by format, from its squared errors and, last, its own squares."""
     errors, own = squares[:-1], squares[-1].clamp(min=1e-30)
     probed = None if importance is None else importance.divergence_of(parameter)
     of_probe = errors[CHOICES.index(PROBE)].clamp(min=1e-30)

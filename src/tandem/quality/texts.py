@@ -99,7 +99,7 @@ def cut_windows(
 
 
 def _tokens_before(tokenizer: Tokenizer) -> list[int]:
-    """Return what the tokenizer puts before every text, such as the beginning of a sequence."""
+    """Return the tokens that the tokenizer puts before every text."""
     plain, whole = (
         token_ids(tokenizer, "a", has_special=has_special, most_tokens=None)
         for has_special in (False, True)

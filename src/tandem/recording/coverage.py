@@ -144,7 +144,7 @@ class TorchWork(TorchDispatchMode):
 
 
 def _is_view(results: object, args: tuple[object, ...]) -> bool:
-    """Tell whether an operation's results lie in the memory of its first argument."""
+    """Tell whether an operation's results share the memory of its first argument."""
     parts = results if isinstance(results, list | tuple) else [results]
     met = {memory_of(x) if isinstance(x, Tensor) else None for x in (*args[:1], *parts)}
     return bool(args) and len(met) == 1 and None not in met

@@ -34,7 +34,7 @@ class NativeCall:
     """Inputs that what `add` returns reads, by their places: they stay until the graph has run."""
 
     def __call__(self, *args: object) -> NoReturn:
-        """Stand for a function; never called."""
+        """Replace a function in the recording; never called."""
         raise AssertionError("a native operation runs as part of a program")
 
 
@@ -95,7 +95,7 @@ class BufferPlan:
                 self.tensors[ref.number] = self._memory.take(tensors[ref.number], group)
 
     def _is_view(self, operation: Operation) -> bool:
-        """Do a view's operation now, if what it looks at has a buffer."""
+        """Create a view now if its base has a buffer."""
         if operation.has_effects or any(r.number not in self.tensors for r in operation.inputs):
             return False
 
@@ -121,7 +121,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class _Groups:
-    """Tensors that may share memory, by what operations say or what was seen."""
+    """Groups of tensors that may share memory, by the operations' rules or by observation."""
 
     def __init__(self, operations: Iterable[Operation], tensors: Sequence[Tensor]) -> None:
         self._parent: dict[int, int] = {}
@@ -133,7 +133,7 @@ class _Groups:
                         self._parent[self.of(ref.number)] = self.of(source.number)
 
     def of(self, number: int) -> int:
-        """Return the number that stands for a tensor's group."""
+        """Return the representative number of a tensor's group."""
         while (parent := self._parent.get(number, number)) != number:
             number = parent
         return number
@@ -153,7 +153,7 @@ class _Groups:
 
 
 class _Memory:
-    """Hands out memory and takes it back."""
+    """Allocates and reuses memory."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
@@ -172,7 +172,7 @@ class _Memory:
         return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
     def release(self, index: int, last_use: dict[int, int]) -> None:
-        """Take back what no operation after this one reads."""
+        """Release memory that no later operation reads."""
         for group, memory in self._used:
             if last_use[group] <= index:
                 self._free[memory.nbytes].append(memory)

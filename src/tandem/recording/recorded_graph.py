@@ -101,7 +101,7 @@ class RecordedGraph:
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """Run the step once more; return its result."""
+        """Run the step again; return its result."""
         return self._function()
 
     @torch.inference_mode()
@@ -149,9 +149,7 @@ def _live(operations: list[Operation], result: Ref) -> list[Operation]:
 def _fold(
     operations: list[Operation], recording: Recording, varying: set[int]
 ) -> tuple[list[Operation], dict[int, Tensor]]:
-    """Replace what never changes by its recorded value; return the other operations and
-    constants.
-    """
+    """Replace constant results by recorded values; return other operations and constants."""
     written = {
         memory_of(recording.tensors[ref.number])
         for op in operations
@@ -181,7 +179,7 @@ def _fold(
 def _compile(
     operations: list[Operation], plan: BufferPlan, result: Ref, seconds: list[float] | None = None
 ) -> Callable[[], Tensor]:
-    """Write the operations as a function; with `seconds`, one that adds each one's time there."""
+    """Compile the operations to a function; with `seconds`, one that adds up their times."""
     namespace: dict[str, object] = {f"v{n}": tensor for n, tensor in plan.tensors.items()}
     namespace |= {"now": time.perf_counter, "seconds": seconds}
     last_use = {ref.number: i for i, op in enumerate(operations) for ref in op.inputs}
@@ -213,7 +211,7 @@ def _compile(
 
 
 def _parts(operations: list[Operation], plan: BufferPlan, *, are_apart: bool) -> list[list[int]]:
-    """Cut the operations that run into programs and single ones, as indices."""
+    """Split the operations into programs and single ones, as indices."""
     parts: list[list[int]] = []
     for index, operation in enumerate(operations):
         if index in plan.views:

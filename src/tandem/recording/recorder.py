@@ -1,8 +1,8 @@
 """Records what one decode step does, operation by operation, below the model's Python code.
 
-A decode step of a fixed number of tokens does the same operations on tensors of the same shapes
-each time, if its attention reads lengths from the KV cache and not from shapes. So it is recorded
-once. What has a life of its own (experts, attention) is one operation: `opaque`.
+A decode step of a fixed number of tokens repeats the same operations on tensors of the same shapes,
+if its attention reads lengths from the KV cache and not from shapes. So it is recorded once.
+Operations with a state of their own (experts, attention) are recorded as one: `opaque`.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Ref(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One call: a function, its arguments with `Ref`s for tensors, and what came out."""
+    """One call: a function, its arguments with `Ref`s for tensors, and its results."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -62,7 +62,7 @@ class Recording:
 
 
 class Recorder(Meeting, TorchDispatchMode):
-    """Records what is done inside its context; afterwards it is in `recording`."""
+    """Records the operations inside its context; the result is in `recording`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
 """A decode step that replays itself: recorded, compared with the model's own, then trusted.
 
 The recording is a recorded graph on the CPU (`recorded_graph.record_step`) or captured CUDA graphs
-on a GPU (`tandem.decode.cuda.graphs`). When it is trusted is decided here, for both.
+on a GPU (`tandem.decode.cuda.graphs`). This module decides for both when it is trusted.
 
 A step that cannot be recorded, or whose recording keeps giving other logits, only costs time: the
-model's own code runs, and `why_not` says why. From the first step on the answer is the recording's,
-whose last digits differ from the model's. Otherwise a request that joins a batch of a new size
-would be answered differently than alone.
+model's own code runs, and `why_not` has the reason. From the first step on the answer is the
+recording's, whose last digits differ from the model's. Otherwise a request that joins a batch of a
+new size would get another answer than alone.
 """
 
 import warnings
@@ -69,15 +69,15 @@ class ReplayedStep:
         is_like_trusted: bool = False,
         why_not: str | None = None,
     ) -> None:
-        """Take the model's own `step`, and `record`, which does it and returns its recording too.
+        """Take the model's own `step`, and `record`, which runs it and also returns its recording.
 
-        A step may be done twice: what it writes to a KV cache is the same both times, the listeners
-        of `executor` hear of it once, and `announce` is called before the second; `save` notes what
-        else it changes and returns what puts that back. Recorded results may be `tolerance` away,
-        relative to their norm.
-        `is_like_trusted` says that the same step of another size is replayed already.
-        `make_room` frees memory if it can, for a recording that had too little. With `warns` a
-        recording that fails is a `TandemWarning`; with `why_not` there is none.
+        A step may run twice: its writes to a KV cache are the same both times, the listeners of
+        `executor` get it once, and `announce` is called before the second run; `save` stores other
+        changes and returns a function that restores them. Recorded results may deviate by
+        `tolerance`, relative to their norm. `is_like_trusted` says that the same step of another
+        size is already replayed. `make_room` frees memory, if it can, for a recording that had too
+        little. With `warns` a failing recording is a `TandemWarning`; with `why_not` there is no
+        recording.
         """
         assert tolerance is not None or why_not is not None
         self._step, self._record, self._tolerance = step, record, tolerance
@@ -105,7 +105,7 @@ class ReplayedStep:
         return self._recording if self.is_replaying else None
 
     def trust_sooner(self) -> None:
-        """Require one equal result before trusting: another process has had the others."""
+        """Require one equal result before trusting, because another process has compared more."""
         self._num_equal = _EQUAL_STEPS - 1
 
     @torch.inference_mode()
@@ -176,7 +176,7 @@ class ReplayedStep:
 
 
 def _share_equal(result: Tensor, expected: Tensor, tolerance: float) -> float:
-    """Return 1 if two results (n_tokens, any) are close, else the share of their rows that are."""
+    """Return 1 if two results (n_tokens, any) are close, otherwise the share of close rows."""
     rows = (result - expected).norm(dim=-1), expected.norm(dim=-1)
     if bool(rows[0].norm() <= tolerance * rows[1].norm()):
         return 1.0

@@ -117,13 +117,13 @@ def _add_body(app: FastAPI, path: str, about: str, endpoint: Endpoint, server: S
 def _add_kept_responses(app: FastAPI, server: Server) -> None:
     @app.get("/v1/responses/{response_id}", responses=described_errors(401, 404))
     async def response(request: Request, response_id: str) -> Response:
-        """Return an answer that is kept."""
+        """Return a stored answer."""
         kept = server.kept_of(server.owner_of(request)).response(response_id)
         return Response(kept, media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}", responses=described_errors(401, 404))
     async def delete(request: Request, response_id: str) -> Response:
-        """Forget an answer."""
+        """Delete a stored answer."""
         server.kept_of(server.owner_of(request)).drop(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -143,19 +143,19 @@ def _add_models(app: FastAPI, server: Server) -> None:
 def _add_rest(app: FastAPI, server: Server) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """Say that the server runs."""
+        """Report that the server runs."""
         return Response(HEALTHY, media_type="application/json")
 
     @app.get("/ready", responses=described_errors(503))
     async def ready() -> Response:
-        """Say whether a request would be answered now."""
+        """Report whether a request would be answered now."""
         if server.engine.is_ready:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready"}, 503, {"Retry-After": "2"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Show what Prometheus reads."""
+        """Return the metrics for Prometheus."""
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/live", include_in_schema=False)

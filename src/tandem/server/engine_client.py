@@ -200,7 +200,7 @@ class EngineClient:
         self._send_waiting()
 
     def _drop(self, numbers: Sequence[int]) -> list[_Pending]:
-        """Forget requests, in one pass; return those that had not ended."""
+        """Remove requests, in one pass; return those that had not ended."""
         dropped = [self._pending.pop(number) for number in numbers if number in self._pending]
         self._waiting.drop(numbers)
         for pending in dropped:
@@ -243,7 +243,7 @@ class EngineClient:
         self._process = EngineProcess(self._load, self._settings, self._take, self._ended)
 
     async def _look(self) -> None:
-        """Kill the process if it is silent: a hanging step would block everyone."""
+        """Kill the process if it is silent: a hanging step would block all requests."""
         while True:
             await asyncio.sleep(self._most_silent_seconds / _LOOKS)
             self._silent_looks += 1
@@ -288,7 +288,7 @@ class EngineClient:
             self._mean_seconds += _NEWEST * (seconds - self._mean_seconds)
 
     def _ended(self, process: EngineProcess) -> None:
-        """Fail what was running; start again, unless the model cannot be loaded."""
+        """Fail the running requests; restart, unless the model cannot be loaded."""
         if self._is_closed:
             return
         running = [n for n, pending in self._pending.items() if pending.is_running]
@@ -318,7 +318,7 @@ class EngineClient:
         self._keep(self._restart())
 
     def _keep(self, work: Awaitable[None]) -> None:
-        """Run something in the background until `close`."""
+        """Run a coroutine in the background until `close`."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

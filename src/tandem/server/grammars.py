@@ -40,7 +40,7 @@ _TOO_LONG = (
 
 @dataclass(slots=True)
 class _Lane:
-    """Grammars with a limit of processor time, one after the other."""
+    """A queue of grammars with a limit of processor time each."""
 
     seconds: float
     _place: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -48,7 +48,7 @@ class _Lane:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait for one's turn; `ApiError` where too many do."""
+        """Wait in the queue; `ApiError` if it is full."""
         if self._num_waiting >= _MOST_WAITING:
             raise busy("too many grammars are waiting to be built; ask again later", _RETRY_SECONDS)
         self._num_waiting += 1
@@ -64,7 +64,7 @@ class _Lane:
 
 @dataclass(slots=True, eq=False)
 class _UnderWay:
-    """A grammar that is being built, for all requests that have it."""
+    """A grammar that is being built for all its requests."""
 
     task: "asyncio.Task[str | None]"
     num_requests: int = 0

@@ -294,7 +294,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._connections.note_waiting(self, is_waiting=self._parsing is not _Parsing.PAUSE)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for a while for the rest of this one."""
+        """Wait for the next request, or for the rest of this one for a limited time."""
         self._num_open -= 1
         super().on_response_complete()
         if self._num_open == 0:

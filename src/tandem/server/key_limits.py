@@ -1,4 +1,4 @@
-"""What one API key's requests may take, and the log of what they took."""
+"""Limits of one API key's requests, and the log of their use."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ _NAME_BYTES = 4
 
 @dataclass
 class _Key:
-    """What a key's requests take now."""
+    """A key's current use."""
 
     tokens: float
     """That it may still take; below 0 where an answer was longer than what was left."""
@@ -36,14 +36,14 @@ class _Key:
 
 
 class KeyLimits:
-    """Lets answers of a key begin when its limits allow; a limit that is None allows all.
+    """Delays a key's answers until its limits allow them; a limit of None allows all.
 
-    Tokens are a bucket: a key begins with a minute's, gets them back at that rate, and pays for
-    prompts and answers when a request ends, so that the last one may be longer than what is left.
+    Tokens are a bucket: a key begins with a minute's tokens and regains them at that rate. It pays
+    for prompts and answers when a request ends, so the last one may exceed what is left.
     """
 
     def __init__(self, options: ServerOptions, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take the limits of `--key-running`, `--key-waiting` and `--key-tokens-per-minute`."""
+        """Store the limits of `--key-running`, `--key-waiting` and `--key-tokens-per-minute`."""
         self._most_running = options.key_running
         self._most_waiting = (
             options.max_waiting if options.key_waiting is None else options.key_waiting
@@ -53,9 +53,9 @@ class KeyLimits:
         self._keys: dict[bytes, _Key] = {}
 
     async def enter(self, owner: bytes, number: int) -> None:
-        """Return when so many answers may begin; `leave` must follow.
+        """Return when this many answers may begin; `leave` must follow.
 
-        Raises `ApiError`: 400 for more than may ever run, 429 beyond what may wait, or where the
+        Raises `ApiError`: 400 for more than may ever run; 429 for too many waiting ones, or if the
         minute's tokens are used up.
         """
         key = self._key(owner)
@@ -77,14 +77,14 @@ class KeyLimits:
             raise
 
     def leave(self, owner: bytes, number: int, num_tokens: int) -> None:
-        """Count so many answers as ended, which took so many tokens, prompts included."""
+        """Count answers as ended, with the tokens that they took, prompts included."""
         key = self._key(owner)
         key.running -= number
         key.tokens -= num_tokens
         self._let_in(key)
 
     def _key(self, owner: bytes) -> _Key:
-        """Return a key's state, with the tokens that it has got back."""
+        """Return a key's state with the tokens that it has regained."""
         most, now = float(self._tokens_a_minute or 0), self._clock()
         key = self._keys.setdefault(owner, _Key(most, now))
         key.tokens = min(most, key.tokens + (now - key.counted) * most / 60)
@@ -126,9 +126,9 @@ class KeyLimits:
 
 
 class UseLog:
-    """A file with a line of JSON for each request that was answered: when, whose, how much.
+    """A file with a line of JSON for each answered request: time, key, tokens.
 
-    A key is named by the first digits of its hash. Who may read the file is the server's user.
+    A key is named by the first digits of its hash. Only the server's user can read the file.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -149,7 +149,7 @@ class UseLog:
         self, owner: bytes, endpoint: str, status: str, *, prompt_tokens: int,
         generated_tokens: int, seconds: float,
     ) -> None:  # fmt: skip
-        """Add a line; one that cannot be written is counted, and said in the server's log."""
+        """Write a line; failures are counted and reported in the server's log."""
         if self._file is None:
             return
         line = {

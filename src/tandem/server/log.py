@@ -19,16 +19,16 @@ Lines = queue.Queue[logging.LogRecord | None]
 
 
 class _Queue(logging.handlers.QueueHandler):
-    """Hands lines to a thread, without ever waiting."""
+    """Passes lines to a thread without ever waiting."""
 
     def __init__(self, most_lines: int) -> None:
-        """Keep at most so many lines that are not written."""
+        """Keep at most this many unwritten lines."""
         self.lines: Lines = queue.Queue(most_lines)
         super().__init__(self.lines)
         self._num_lost = 0
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Take a line, or count it; the next one that is taken says how many were lost."""
+        """Queue a line, or count it as lost; the next queued line reports how many were lost."""
         if self._num_lost:
             record.msg = f"{record.msg} ({self._num_lost} lines before it were lost)"
         try:

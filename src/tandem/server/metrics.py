@@ -50,7 +50,7 @@ class Metrics:
 
 
 class _EngineCollector:
-    """The engine process's sums, as they are when Prometheus asks."""
+    """Reports the engine process's counters when Prometheus asks."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine

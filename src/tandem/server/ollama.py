@@ -40,7 +40,7 @@ def add_ollama(app: FastAPI, server: Server) -> None:
 
     @app.get("/api/version")
     async def version() -> Response:
-        """Return the version of Ollama's API that is followed, and Tandem's own."""
+        """Return the version of Ollama's API that Tandem follows, and Tandem's own."""
         return JSONResponse({"version": FOLLOWED_VERSION, "tandem": __version__})
 
     for name, why in _REFUSED.items():

@@ -115,7 +115,7 @@ class Server:
     async def _begun(
         self, endpoint: Endpoint, request: Request, prepared: Prepared, grammar: str | None
     ) -> RunningAnswer:
-        """Submit what was prepared when the limits of its API key allow it."""
+        """Submit a prepared body once the limits of its API key allow it."""
         key, number, seconds = key_of(request), len(prepared.requests), _deadline(request)
         prompt_tokens = sum(len(one.prompt) for one in prepared.requests)
         await unless_gone(request, self.key_limits.enter(key, number))
@@ -141,7 +141,7 @@ class Server:
             raise
 
     async def _found(self, endpoint: Endpoint, request: Request) -> Prepared | bytes:
-        """Return what the prompt process makes of a body."""
+        """Return the prompt process's result for a body."""
         try:
             raw = await request.body()
         except ClientDisconnect:
@@ -160,7 +160,7 @@ class Server:
             job = self._with_wanted(job, answered.found, self.owner_of(request))
 
     def _with_wanted(self, job: Job, wanted: Wanted, owner: bytes) -> Job:
-        """Return a job with what its body asks for; raises `ApiError` if that does not exist."""
+        """Return a job with the data that its body requested; `ApiError` if there is none."""
         if wanted.num_answers:
             self.engine.require_room(wanted.num_answers)
         kept = self.kept_of(owner)
@@ -175,14 +175,14 @@ class Server:
         return self._kept.setdefault(owner, KeptResponses())
 
     def _tables(self) -> Tables:
-        """Return what the grammar process builds its tables of."""
+        """Return the inputs of the grammar process's tables."""
         info = self.engine.info
         assert info is not None  # a grammar belongs to a body that was prepared for the model
         return Tables.of(self.tokenizer, info.vocabulary, info.end_ids)
 
     @contextlib.contextmanager
     def _counted(self, endpoint: str) -> Iterator[None]:
-        """Count what fails before an answer begins; what begins counts itself."""
+        """Count errors before an answer begins; a begun answer counts itself."""
         try:
             yield
         except ApiError as error:
@@ -209,7 +209,7 @@ class Server:
         return key_of(request) if self.options.isolate_keys else b""
 
     def _note(self, endpoint: Endpoint, model: str | None, ignored: Collection[str]) -> None:
-        """Log requests for another model's name, and ignored fields with the nearest known ones."""
+        """Log requests for another model's name, and ignored fields with the nearest ones."""
         if model is not None and self._is_news(f"model {model}"):
             _log.info("requests for model %s are answered by %r", plain(model, 100), self.model)
         news = [name for name in ignored if self._is_news(f"field {name}")]
@@ -219,7 +219,7 @@ class Server:
             _log.warning("ignored from now on: the fields %s of requests", ", ".join(names))
 
     def _is_news(self, what: str) -> bool:
-        """Tell whether to log something: once, and within a limit."""
+        """Tell whether to log a message: once, and within a limit."""
         is_news = what not in self._noted and len(self._noted) < _MOST_NOTED
         if is_news:
             self._noted.add(what)
@@ -278,7 +278,7 @@ class Server:
 def _stream(
     form: StreamForm, reply: Reply, answer: RunningAnswer, headers: Mapping[str, str]
 ) -> EventStream:
-    """Return a stream that sends all that follows from one token at once."""
+    """Return a stream that sends all events of one token at once."""
     encode = form.encode
 
     async def events() -> AsyncIterator[bytes]:
@@ -297,13 +297,13 @@ def _stream(
 
 
 def key_of(request: Request) -> bytes:
-    """Return what stands for a request's API key; empty on a server without keys."""
+    """Return an identifier of a request's API key; empty on a server without keys."""
     owner: bytes = request.scope.get("state", {}).get(OWNER, b"")
     return owner
 
 
 def _deadline(request: Request) -> float | None:
-    """Return the seconds after which a client no longer needs an answer; None: it does not say."""
+    """Return the seconds after which a client no longer needs an answer; None: unknown."""
     given = request.headers.get(_DEADLINE)
     try:
         seconds = None if given is None else float(given)

@@ -158,7 +158,7 @@ async def _serve(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Take the port now, so that a mistake raises before a model is loaded."""
+    """Bind the port now, so that an error comes before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By its protocol asyncio knows TCP, and sends each part of an answer at once.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

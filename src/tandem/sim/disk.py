@@ -1,9 +1,9 @@
 """Experts in memory slots over a disk, on a virtual clock: the time of a trace's steps.
 
-As in real runs (`csrc/disk`): a layer requests its absent experts at once; those in memory are
-computed meanwhile, the others as they arrive, one after the other at the disk's rate. In a prompt
-the next layer's reads begin while a layer is computed; reads of layers routed by token id begin
-with the step. Experts that the eviction does not admit are read too. The CPU computes all experts.
+As in real runs (`csrc/disk`), a layer requests its absent experts at once. Those in memory are
+computed meanwhile, the others as they arrive, one after another at the disk's rate. In a prompt the
+next layer's reads begin while a layer is computed; reads of layers routed by token id begin with
+the step. Experts that the eviction does not admit are read too. The CPU computes all experts.
 """
 
 import dataclasses

@@ -99,7 +99,7 @@ class Partial(NamedTuple):
 
 
 def _undominated(cpu: Floats, keep: Ints) -> Ints:
-    """Keep those of rising gpu whose cpu is below all before, rounding aside."""
+    """Keep answers in order of rising gpu whose cpu is below all before, apart from rounding."""
     lowest = np.concatenate(([np.inf], np.minimum.accumulate(cpu[keep])[:-1]))
     return keep[cpu[keep] < lowest * (1 - 1e-13)]
 

@@ -94,16 +94,16 @@ class _Rest:
 
 
 def _slowed(problem: LayerProblem, cpu: Floats, fetches: Ints) -> Floats:
-    """Return CPU seconds beside so many copies, as `pipeline_seconds` has them."""
+    """Return CPU seconds beside this many copies, as in `pipeline_seconds`."""
     arrival = problem.link_busy + fetches * problem.link
     slowed: Floats = cpu + (problem.cpu_slowdown - 1.0) * np.minimum(cpu, arrival)
     return slowed
 
 
 def _least_slowdown(problem: LayerProblem, fetches: int) -> float:
-    """Return what the CPU is slowed by at least beside so many copies, whatever it computes.
+    """Return the least slowdown of the CPU beside this many copies, whatever it computes.
 
-    `_slowed` is concave in the CPU's seconds: the ratio is least where these are most.
+    `_slowed` is concave in the CPU's seconds, so the ratio is least where these are largest.
     """
     most = sum(problem.cpu) + problem.cpu_first
     arrival = problem.link_busy + fetches * problem.link
@@ -122,7 +122,7 @@ class _Search:
         self._absent = _copy_order(problem)
 
     def rest(self, decided: int) -> _Rest:
-        """Return what is left after so many decisions."""
+        """Return what is left after this many decisions."""
         known = min(decided, len(self._residents))
         return _Rest(
             self._problem, self._residents[known:], self._absent[max(0, decided - known) :]

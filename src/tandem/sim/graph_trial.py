@@ -76,24 +76,24 @@ def _trial_routing(geometry: Geometry) -> RoutingTrace:
 
 
 class _TypicalPrediction(Prediction):
-    """Predicts from the trial's routing, and is as often wrong as predictions of real routing."""
+    """Predicts from the trial's routing, and is wrong as often as predictions of real routing."""
 
     def __init__(self, geometry: Geometry, *, one_wrong_in: int) -> None:
-        """Draw the routing again: it is always the same."""
+        """Draw the same routing as the trial's."""
         self._geometry, self._routing = geometry, _trial_routing(geometry)
         self._one_wrong_in = one_wrong_in
         self._step, self._num_sequences = -1, 0
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Go on to the sequences' next tokens."""
+        """Advance to the sequences' next tokens."""
         self._step += 1
 
     def observe(self, load: LayerLoad) -> None:
-        """Note how many sequences there are."""
+        """Record the number of sequences."""
         self._num_sequences = sum(load.tokens) // self._geometry.top_k
 
     def predict(self, layer: int) -> Forecast:
-        """Return what comes, but for one choice in so many."""
+        """Return the actual choices, with one of several replaced."""
         num_experts, top_k = self._geometry.num_experts, self._geometry.top_k
         one_in = self._one_wrong_in
         scores = [0.0] * num_experts
@@ -150,20 +150,20 @@ class _Trial:
         self._heat = self._trace.sequences(most, most + _HEAT_SEQUENCES)
 
     def fetches_pay(self, size: int) -> bool:
-        """Tell whether steps of `size` tokens are quicker by so much if they fetch."""
+        """Tell whether steps of `size` tokens are sufficiently faster with fetches."""
         fetching, plain = (self._seconds(size, rule) for rule in (FETCHING_RULE, GRAPH_RULE))
         return plain > LEAST_GAIN * fetching
 
     def copies_pay(self, size: int, rule: str) -> bool:
-        """Tell whether they are quicker by so much by a rule if they copy ahead."""
+        """Tell whether steps under a rule are sufficiently faster with copies ahead."""
         ahead, plain = (self._seconds(size, rule, by) for by in (_TYPICAL, None))
         return plain > LEAST_GAIN * ahead
 
     def asking_pays(self, size: int, rule: str) -> bool:
-        """Tell whether they are quicker by so much if they copy ahead what routers say.
+        """Tell whether steps are sufficiently faster with copies of what routers predict.
 
-        Than without copies ahead: what `regression` names alone is as often right here as on real
-        routing, but it names more here.
+        The comparison is without copies ahead: what `regression` alone names is as often right here
+        as on real routing, but it names more here.
         """
         asked, plain = (self._seconds(size, rule, by) for by in (_ASKED, None))
         return plain > LEAST_GAIN * asked

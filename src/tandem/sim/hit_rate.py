@@ -37,7 +37,7 @@ def demand_loads(trace: RoutingTrace, batch: int, limit: int) -> Iterator[list[L
 
 
 class DemandCache:
-    """The experts that an eviction policy keeps; admitted experts are there at the next step."""
+    """The experts that an eviction policy keeps; admitted experts are present at the next step."""
 
     def __init__(self, geometry: Geometry, set_sizes: Sequence[int], eviction: Eviction) -> None:
         """Start empty."""
@@ -139,7 +139,7 @@ def belady_hit_rate(
 
 
 def _next_uses(order: Sequence[list[list[int]]], geometry: Geometry) -> list[list[list[int]]]:
-    """Return, beside every key, when it is used next: step by step, in a step layer by layer."""
+    """Return, for every key, when it is used next: by step, and within a step by layer."""
     upcoming: npt.NDArray[np.int64] = np.full(geometry.num_layers * geometry.num_experts, NEVER)
     result: list[list[list[int]]] = []
     for number in range(len(order) - 1, -1, -1):

@@ -235,7 +235,7 @@ class _Replay:
             timeline.run(load, plan)
 
     def _compare(self, load: LayerLoad) -> Compared | None:
-        """Return the layer's problem if it is compared with the optimum or watched; else None."""
+        """Return the layer's problem if it is compared or observed; otherwise None."""
         self._countdown -= 1
         is_due = self._settings.compare_every > 0 and self._countdown < 0
         if self._watch is None and not is_due:
@@ -278,7 +278,7 @@ class _Replay:
 
 
 def _by_equations(settings: PlannerSettings, graph_tokens: int) -> Assignment:
-    """Return a rule that decides by equations 3 to 9, for rules that allow it; else None."""
+    """Return the rule with equations 3 to 9, for rules that support it; otherwise None."""
     name = settings.rule(graph_tokens=graph_tokens)
     options = {} if graph_tokens else dict(settings.assignment_options)
     if name == "balanced":

@@ -78,7 +78,8 @@ class TraceSpeculation:
         clock: Timeline,
         layer_seconds: StepShape,
     ) -> None:
-        """Choose by a layer's time for so many tokens; an MTP layer takes a layer's time for one.
+        """Choose by a layer's time for a number of tokens; an MTP layer takes a layer's time for
+        one.
 
         Raises `ConfigError` for look-up on a trace without token ids.
         """
@@ -157,8 +158,8 @@ class _ScriptedMtp:
     """Drafts the actual next tokens, each with some probability; each costs a layer's time for one
     token.
 
-    Which tokens it gets right is drawn once, so that lengths are compared on the same ones. A
-    `sure` layer has different probabilities by token, as real layers do, and reports them.
+    Which tokens are right is drawn once, so that lengths are compared on the same tokens. A `sure`
+    layer has different probabilities by token, as real layers do, and reports them.
     """
 
     def __init__(

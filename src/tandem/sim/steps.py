@@ -84,7 +84,7 @@ def replay_steps(
 
 
 def _prompts(trace: RoutingTrace, prompt: int | None) -> Mapping[int, int]:
-    """Return by a sequence's first token how many tokens run at once."""
+    """Return, by a sequence's first token, how many tokens run at once."""
     if prompt is not None:
         return defaultdict(lambda: prompt)
     recorded = trace.meta.more.get("prompt_tokens")

@@ -25,13 +25,13 @@ class Arrival(NamedTuple):
 
 
 class _GpuQueue:
-    """The GPU in one layer: what has arrived runs at once, residents while it would wait."""
+    """The GPU in one layer: arrived experts run at once, residents while it would wait."""
 
     def __init__(self, now: float, resident_seconds: float) -> None:
         self.end, self.left, self.busy = now, resident_seconds, resident_seconds
 
     def run(self, seconds: float, arrival: float) -> float:
-        """Run an expert that arrives at a time; return when it is done."""
+        """Run an expert that arrives at a time; return when it ends."""
         if arrival > self.end:
             self.left -= min(self.left, arrival - self.end)
             self.end = arrival

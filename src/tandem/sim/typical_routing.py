@@ -1,8 +1,8 @@
 """Average routing of models, for forecasts without a trace of the model.
 
 Experts have unequal popularity in each layer, and a token repeats some of the previous token's
-experts. Both are set so that traces of DeepSeek-V2-Lite and gpt-oss-20b lie around it: of a token's
-experts 25 and 40 % are the previous token's (here, in their geometries, 30 and 35 %), and the most
+experts. Both lie between those of traces of DeepSeek-V2-Lite and gpt-oss-20b: a token shares 25 and
+40 % of its experts with the previous token (here, in their geometries, 30 and 35 %), and the most
 popular quarter has 42 and 52 % of all choices (48 and 46 %).
 """
 

@@ -74,7 +74,7 @@ def bounded(render: Callable[[], T]) -> T:
 
 
 def _takes_too_much(thread: threading.Thread, bytes_before: int) -> bool:
-    """Tell whether a thread has had its time, or the process has grown by its memory."""
+    """Tell whether a thread has used up its time, or the process its memory."""
     with contextlib.suppress(OSError):  # it has ended meanwhile
         if thread.ident is not None and thread.is_alive():
             seconds = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))

@@ -1,7 +1,7 @@
 """Checks a tokenizer's files before Transformers reads them: types, code, and text growth.
 
 A chain of replacements in tokenizer.json multiplies: thirty of them turn one letter into gigabytes.
-The file says how much each step can make of a character, so the product of all steps is the bound.
+The file gives the growth of each step, so the product over all steps is the bound.
 """
 
 import base64
@@ -41,7 +41,7 @@ def require_possible_tokenizer(directory: Path) -> None:
 
 
 def _require_config(file: Path, config: JsonObject) -> None:
-    """Check what Tandem and Transformers use of a tokenizer_config.json without looking."""
+    """Check the values of a tokenizer_config.json that Tandem and Transformers use unchecked."""
     for key, kinds, expected in (
         ("tokenizer_class", (str, type(None)), "a name"),
         ("chat_template", (str, list, dict, type(None)), "a text or several"),
@@ -75,7 +75,7 @@ def _require_growth(file: Path, content: JsonObject) -> None:
 
 
 def _steps(part: object) -> Iterator[JsonObject]:
-    """Yield the steps of a normalizer, decoder or the like, those in sequences one by one."""
+    """Yield the steps of a normalizer, decoder or similar; sequences are flattened."""
     left = [part]
     while left:
         one = left.pop()

@@ -1,12 +1,12 @@
-"""Decode attention, split over the keys: tokens of any slots, however long their texts are.
+"""Decode attention, split over the keys: tokens of any slots, of any length.
 
     store_token    appends a token's keys and values
     attend_parts   each program: some heads of a token, a part of the positions that it sees
-    join_parts     adds the parts of a head up, by their sums of exponentials
+    join_parts     adds up the parts of a head, by their sums of exponentials
 
-Where a layer's keys and values lie is read from `where` (5,) int64 on the device: the addresses
-of keys, values and their scales, and the capacity. So a captured graph goes on when a cache grows.
-They are (slots, KV heads, capacity, dim); int8 ones have an fp32 scale for each line of `dim`.
+`where` (5,) int64 on the device has a layer's addresses of keys, values and their scales, and its
+capacity. So a captured graph stays valid when a cache grows. Keys and values are (slots, KV heads,
+capacity, dim); int8 ones have an fp32 scale for each line of `dim`.
 """
 
 import triton
@@ -20,7 +20,7 @@ _QUERY_STRIDES = ("query_stride", "query_head_stride", "state_stride", "state_he
 
 @triton.jit
 def _pointer(address: tensor, kind: constexpr) -> tensor:
-    """Return a pointer to keys or values; torch's memory begins at multiples of 64 bytes."""
+    """Return a pointer to keys or values, marked as aligned to 64 bytes as torch's memory is."""
     if kind == "int8":
         pointer = address.to(tl.pointer_type(tl.int8))
     elif kind == "bf16":
@@ -42,7 +42,7 @@ def _store_line(
     width: constexpr,
     kind: constexpr,
 ) -> None:
-    """Write `dim` values to a line; to int8 as the CPU does, by their largest."""
+    """Write `dim` values to a line; int8 is rounded as on the CPU, by the largest value."""
     place = tl.arange(0, width)
     values = tl.load(source + place, mask=place < dim, other=0.0).to(tl.float32)
     pointer = _pointer(address, kind) + line * dim + place
@@ -133,7 +133,7 @@ def _scores(
 def _line_scales(
     where: tensor, line: tensor, is_seen: tensor, factor: constexpr, kind: constexpr
 ) -> tensor:
-    """Return what each line's numbers are multiplied by: `factor`, times int8's scale."""
+    """Return the factor of each line's numbers: `factor`, times int8's scale."""
     if kind == "int8":
         pointer = tl.load(where).to(tl.pointer_type(tl.float32)) + line
         scale = tl.load(pointer, mask=is_seen, other=0.0) * factor
@@ -153,8 +153,8 @@ def _bounds(
 ) -> tensor:
     """Return the first and the end of the positions of this program's part.
 
-    Those of a prompt that its window has left count as the ones just before the window: then the
-    window's first one, and how far they are from their places.
+    Prompt positions that the window has left are numbered just before the window. Also returns the
+    window's first position, and the distance of these positions from their real places.
     """
     length = (position + 1).to(tl.int32)
     first = tl.maximum(length - window, 0) if window > 0 else 0
@@ -176,9 +176,9 @@ def _bias(
     bias_dim: constexpr,
     extent: constexpr,
 ) -> tensor:
-    """Return what is added to scores at some distances: (heads, distances) fp32.
+    """Return the bias of scores at some distances: (heads, distances) fp32.
 
-    `states` are where those of each head begin.
+    `states` points to each head's states.
     """
     is_near = distance < extent
     total = tl.full((is_head.shape[0], distance.shape[0]), 0.0, dtype=tl.float32)
@@ -191,7 +191,7 @@ def _bias(
 
 @triton.jit
 def _weights(scores: tensor, is_seen: tensor, largest: tensor, softcap: constexpr) -> tensor:
-    """Return exponentials of scores, what earlier ones fade by, and the largest score so far.
+    """Return exponentials of scores, the factor for earlier ones, and the largest score so far.
 
     With a softcap scores are softcap * tanh(score / softcap).
     """
@@ -215,12 +215,12 @@ def attend_parts(
 ) -> None:  # fmt: skip
     """Attend to a part of the positions. A program is (some heads of a KV head, part, token).
 
-    Where `value_width` is less than the values' dimensions, some of these, heads before them.
-    Writes parts (tokens, heads, num_parts, value_dim), and in sums (tokens, heads, num_parts, 2)
-    the largest score and the sum of exponentials over it. `line_dim` is how far values lie apart.
-    With `prompt_lengths` (n_tokens,) tokens see so many first positions besides their window; with
-    `states` (heads, n_tokens, bias_dim) scores have the sum of so many `profiles` (bias_dim,
-    extent) by distance.
+    If `value_width` is less than the values' dimensions, a program computes that many of them, and
+    programs are ordered by heads first. Writes parts (tokens, heads, num_parts, value_dim), and in
+    sums (tokens, heads, num_parts, 2) the largest score and the sum of exponentials relative to it.
+    `line_dim` is the distance between values. With `prompt_lengths` (n_tokens,) tokens see that
+    many first positions besides their window; with `states` (heads, n_tokens, bias_dim) scores have
+    a weighted sum of `profiles` (bias_dim, extent) by distance.
     """
     group: constexpr = num_heads // num_kv_heads
     tiles: constexpr = (group + block_heads - 1) // block_heads

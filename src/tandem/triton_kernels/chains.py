@@ -48,7 +48,7 @@ def dtype_code(dtype: torch.dtype) -> int | None:
 
 @triton.jit
 def _of_one(kind: constexpr, a: tensor) -> tensor:
-    """Do a step that reads one value."""
+    """Compute a step that reads one value."""
     if kind == 1:
         a = a / (1.0 + tl.exp(-a))
     elif kind == 2:
@@ -68,7 +68,7 @@ def _of_one(kind: constexpr, a: tensor) -> tensor:
 
 @triton.jit
 def _apply(kind: constexpr, dtype: constexpr, a: tensor, b: tensor) -> tensor:
-    """Do one step on fp32 values, and round it to its dtype."""
+    """Compute one step on fp32 values, and round it to its dtype."""
     if kind == 8:
         a = a + b
     elif kind == 9:
@@ -112,7 +112,7 @@ def run_chain(
     numbers: constexpr,
     block: constexpr,
 ) -> None:
-    """Write out (rows, cols) from sources with their strides. A program is one block of it."""
+    """Write out (rows, cols) from sources with their strides. A program computes a block."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     mask, row, col = at < num_values, (at // num_cols).to(tl.int64), at % num_cols
     values = (_source(a, row, col, mask, strides_a),)
@@ -162,7 +162,7 @@ def _chain(
     shape: list[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Do what `chain` says."""
+    """Compute `chain` as one torch operation."""
     out = torch.empty(shape, dtype=dtype, device=sources[0].device)
     # Dense values are one column: one kernel, however many there are.
     is_dense = all(x.expand(shape).is_contiguous() for x in sources)

@@ -43,7 +43,7 @@ def _append_and_attend(
     profiles: Tensor | None = None,
     chunk: int = 0,
 ) -> Tensor:
-    """Do what `DecodeAttention.__call__` says; writes to memory that only `where` knows."""
+    """Compute `__call__` as one torch operation; writes memory that `where` points to."""
     form = AttentionForm(
         num_heads=query.shape[0], num_kv_heads=key.shape[0], key_dim=key.shape[2],
         value_dim=value_dim, scale=scale, softcap=softcap, window=window,
@@ -77,7 +77,7 @@ def _append_and_attend_in_windows(
     num_processors: int,
     has_small_tiles: bool,
 ) -> Tensor:
-    """Do what `DecodeAttention.in_windows` says; writes to memory that only `where` knows."""
+    """Compute `in_windows` as one torch operation; writes memory that `where` points to."""
     num_heads, num_tokens, dim = query.shape
     query, key = _dense_lines(query), _dense_lines(key)
     new = key if compressed is None else _dense_lines(compressed)
@@ -150,9 +150,10 @@ class DecodeAttention:
     ) -> Tensor:
         """Append tokens to their slots' rings and attend; see `triton_kernels.windows`.
 
-        Tensors are as of `store` and `attend`, but keys are values; `compressed` (1, n_tokens, dim)
-        has a key for those that end `ratio` tokens, `chosen` (n_tokens, most) the numbers of keys
-        that tokens see beside their window, -1 where there are fewer; None: all before them.
+        Tensors are those of `store` and `attend`, but keys are also values. `compressed` (1,
+        n_tokens, dim) has a key for tokens that end a window of `ratio` tokens. `chosen` (n_tokens,
+        most) has the numbers of keys that tokens see beside their window, -1 where there are fewer;
+        None: all before them.
         """
         result: Tensor = _append_and_attend_in_windows(
             where, slots, positions, query, key, compressed, chosen, sinks, kind, ring, ratio,
@@ -202,8 +203,8 @@ class DecodeAttention:
     ) -> None:
         """Append tokens to their slots; key and value are (KV heads, n_tokens, dim).
 
-        `where` as of `triton_kernels.attention`, `slots` and `positions` (n_tokens,) int64. A
-        `value` of no dimensions is part of the key.
+        `where` is as in `triton_kernels.attention`, `slots` and `positions` are (n_tokens,) int64.
+        A `value` without dimensions is part of the key.
         """
         num_heads, num_tokens, key_dim = key.shape
         key, value = _dense_lines(key), _dense_lines(value)
@@ -262,14 +263,14 @@ def _num_parts(num_processors: int, num_programs: int, most: int = _MOST_PARTS) 
 
 
 def _new_parts(query: Tensor, num_parts: int, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Return room for the parts of queries (heads, n_tokens, dim), and for their sums."""
+    """Allocate the partial results of queries (heads, n_tokens, dim), and their sums."""
     lines = (query.shape[1], query.shape[0], num_parts)
     parts = query.new_empty((*lines, value_dim), dtype=torch.float32)
     return parts, query.new_empty((*lines, 2), dtype=torch.float32)
 
 
 def _joined(parts: Tensor, sums: Tensor, sinks: Tensor | None, query: Tensor) -> Tensor:
-    """Return the sum of parts: (n_tokens, heads, value_dim), as queries are."""
+    """Return the joined parts: (n_tokens, heads, value_dim), in the queries' dtype."""
     num_tokens, num_heads, num_parts, value_dim = parts.shape
     out = query.new_empty(num_tokens, num_heads, value_dim)
     attention.join_parts[-(-value_dim // _JOINED_COLS), num_heads, num_tokens](
@@ -285,7 +286,7 @@ _OfBias = tuple[tuple[Tensor | None, Tensor | None], tuple[int, int], tuple[int,
 
 
 def _of_bias(bias: DistanceBias | None) -> _OfBias:
-    """Return the kernel's arguments for a bias by distance: states, profiles; strides; sizes."""
+    """Return the kernel's arguments for a distance bias: states, profiles, strides, sizes."""
     if bias is None:
         return (None, None), (0, 0), (0, 0)
     states, profiles = _dense_lines(bias.states), bias.profiles.contiguous()
@@ -294,9 +295,9 @@ def _of_bias(bias: DistanceBias | None) -> _OfBias:
 
 
 def _blocks(form: AttentionForm, dtype: torch.dtype, *, has_small_tiles: bool) -> dict[str, int]:
-    """Return how large a program's blocks are: less than 99 KiB of them, or than 64 and no spills.
+    """Return the sizes of a program's blocks, which fit in 99 KiB, or in 64 without spills.
 
-    For those a program has half of the elements, and few of the values' dimensions.
+    In the latter case a program has half of the elements, and few of the values' dimensions.
     """
     piece = form.key_dim & -form.key_dim  # the largest power of two in it
     width = _width(form.value_dim)
@@ -313,10 +314,10 @@ def _blocks(form: AttentionForm, dtype: torch.dtype, *, has_small_tiles: bool) -
 
 
 def _window_blocks(kind: str, dtype: torch.dtype, *, has_small_tiles: bool) -> dict[str, int]:
-    """Return how large a program's blocks are, as `_blocks`, for keys of up to 512 dimensions.
+    """Return the sizes of a program's blocks, like `_blocks`, for keys of up to 512 dimensions.
 
-    In fp32, and in small tiles, no matrix unit multiplies, and operands lie in fp32. Keys of the
-    next block are asked for ahead where they come as they are: else registers are too few.
+    In fp32, and in small tiles, matrix units are not used, and operands are in fp32. Keys of the
+    next block are prefetched if they need no conversion; otherwise there are too few registers.
     """
     if has_small_tiles or dtype == torch.float32:
         heads = _BLOCK_HEADS // (2 if has_small_tiles else 1)
@@ -330,5 +331,5 @@ def _width(dim: int) -> int:
 
 
 def _dense_lines(tensor: Tensor) -> Tensor:
-    """Return (heads, n_tokens, dim) whose lines lie in one piece each."""
+    """Return (heads, n_tokens, dim) with contiguous lines."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()

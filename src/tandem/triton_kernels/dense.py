@@ -133,7 +133,7 @@ def multiply_together(x: Tensor, weights: Sequence[DeviceWeight]) -> list[Tensor
 def _launch(
     packed: Packed, num_rows: int, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
-    """Return a kernel with its grid and what it is compiled for."""
+    """Return a kernel with its grid and its constants."""
     num_lanes, block = ROWS_PER_BLOCK * num_blocks, block_rows(num_rows, num_rows)
     if not block:
         constants = DEFAULT_TILINGS.vector_constants(packed, vector_tokens(num_rows))
@@ -145,6 +145,6 @@ def _launch(
 
 
 def _sections(fmt: WeightFormat, rows: int, cols: int) -> tuple[int, int, int]:
-    """Return where codes, scales and bias begin."""
+    """Return the offsets of codes, scales and bias."""
     scales = aligned(fmt.data_bytes(rows, cols))
     return 0, scales, aligned(scales + fmt.scale_bytes(rows, cols))

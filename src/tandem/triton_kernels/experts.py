@@ -208,11 +208,11 @@ def _down(layout: ExpertLayout) -> tuple[Packed, Extent]:
 
 @functools.lru_cache(maxsize=64)
 def table_on(values: tuple[float, ...], lines_of: int, device: torch.device) -> Tensor | None:
-    """Return what codes are looked up in, on a device; None if they are not.
+    """Return a format's table of codes on a device; None if it has none.
 
-    fp16: every number of a table is exact in it, and loads of it are not staged in shared memory.
-    Behind 16 of them lie the lines of the grid that format `lines_of` has, int32: codes of four
-    bits, as a dword of `iq4_xs` has them of eight columns, or those of its first four.
+    fp16: every number of a table is exact in it, and its loads are not staged in shared memory. The
+    16 numbers are followed by the lines of the grid of format `lines_of`, as int32: four-bit codes,
+    in the dword order of `iq4_xs` for eight columns, or for its first four.
     """
     if not values:
         return None

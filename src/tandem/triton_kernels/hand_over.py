@@ -1,26 +1,26 @@
-"""A layer of a decode step in one graph: the GPU computes its hits, the host the misses, meanwhile.
+"""A layer of a decode step in one graph: the GPU computes its hits, the host its misses.
 
     publish   looks the chosen experts up, writes the layer's mailbox in mapped host memory
-      -> the doorbell: publish itself (`rings`), or a stream's write behind it
+      -> the doorbell: publish itself (`rings`), or a stream's write after it
       -> where the next layer's router is asked ahead: `ask` and `publish_guess`, without a
          wait for them
       -> hits: the vector kernels on the addresses that publish has used; 0 is no expert
       -> where misses may be fetched, `take_fetched`: waits as combine does, if anything misses, and
          brings the addresses that the host has answered with; then the same vector kernels on these
-      -> combine: waits for `done` (`waits`; else a stream's wait stands before it); rows of the GPU
+      -> combine: waits for `done` (`waits`; otherwise a stream's wait precedes it); rows of the GPU
          and rows of the host, added in the router's order
 
-The mailbox's bytes are csrc/coordinator/mailbox.hpp. Ordering: `publish` is one program, and what
-it has written is seen by the host before the doorbell, as the kernel has ended by then; where it
-rings itself, a barrier and a fence for the whole system stand between. `combine` reads what the
-host has written past the caches, behind a fence where it has waited itself. Doorbell and `done` are
-plain stores and loads: atomic operations on the host's memory take a way there and back.
+The mailbox's bytes are csrc/coordinator/mailbox.hpp. Ordering: `publish` is one program. The host
+sees its writes before the doorbell, because the kernel has ended by then; where it rings itself, a
+barrier and a system-wide fence separate them. `combine` reads the host's writes uncached, after a
+fence if it has waited itself. Doorbell and `done` are plain stores and loads: atomic operations on
+host memory would take a round trip.
 
 No wait is for ever: a stopped process, or a driver that launches one kernel at a time, would hold
 the GPU, and some drivers end a program whose kernel runs for seconds. The first program of
-`combine` looks at `done`, the others at `turn`, a word of the device: 0 when a step begins, the
-layer's number when the host has answered it, -1 from the first wait on that ran out. No later layer
-waits then, results become NaN, and `given_up` tells the host at the step's end.
+`combine` reads `done`, the others `turn`, a word of the device: 0 when a step begins, the layer's
+number once the host has answered it, -1 after the first wait that timed out. Later layers then do
+not wait, results become NaN, and `given_up` tells the host at the step's end.
 """
 
 import triton
@@ -48,8 +48,8 @@ def ring(doorbell: tensor, on_gpu: constexpr) -> None:
 def wait_for(word: tensor, wanted: tensor, most: constexpr, on_gpu: constexpr) -> tensor:
     """Wait, within a limit, until a word is `wanted` or -1; return its value.
 
-    Earlier writes are visible afterwards. `most` is nanoseconds of the GPU's clock; off a GPU,
-    which has neither clock nor pauses here, it is a number of looks.
+    Earlier writes are visible afterwards. `most` is in nanoseconds of the GPU's clock; in the
+    interpreter, which has no clock and no pauses, it is a number of reads.
     """
     value = tl.load(word, volatile=True)
     if on_gpu:
@@ -82,7 +82,7 @@ def wait_for_host(
 ) -> tensor:
     """Wait until the host has answered the layer of this number; return whether it has.
 
-    The first program reads the host's memory, and the others a word that it sets: reads of waiting
+    The first program reads host memory, and sets a word for the others: reads of all waiting
     programs would share the link with copies.
     """
     state = tl.load(turn, volatile=True)
@@ -285,13 +285,14 @@ def combine(
 ) -> None:
     """Write sum over k of weight * row, first to last, to out (rows, num_cols).
 
-    With `most` (see `wait_for`), 0 else, it waits for the host; `number` is the layer's, from 1 on.
+    With `most` (see `wait_for`), otherwise 0, it waits for the host; `number` is the layer's, from
+    1 on.
 
     `rows` and `results` are (rows * top_k, num_cols) fp32: the GPU's where an address was used, the
     host's where an expert had none; padding adds nothing. A program is (block of columns, row).
     Each product and each sum is rounded by itself, as on the CPU, if it is compiled so. All rows
-    are asked for before the first is added: those of the host come over the link, a microsecond
-    each.
+    are requested before the first is added, because the host's rows take a microsecond each over
+    the link.
     """
     token = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * block_cols + tl.arange(0, block_cols)

@@ -1,8 +1,8 @@
 """Hyper-connections of a decode step: a token's residual streams into a layer, and its output back.
 
     multiply_streams   each program: products of a part of a token's values with a matrix's rows
-    weigh_streams      adds the parts up: weights, and with them the layer's input
-    add_streams        the streams behind the layer
+    weigh_streams      adds up the parts: weights, and with them the layer's input
+    add_streams        the streams after the layer
 
 `csrc/hyper_connections.hpp` has the equations.
 """
@@ -45,7 +45,7 @@ def _rows(
     sums: tensor, base: tensor, scale: tensor, row: tensor, is_row: tensor, num_rows: constexpr,
     num_parts: constexpr, block_parts: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return scale times some rows' products, with their base."""
+    """Return scale times some rows' products, plus their base."""
     part = tl.arange(0, block_parts)
     mask = (part < num_parts)[:, None] & is_row[None, :]
     parts = tl.load(sums + part[:, None] * (num_rows + 1) + row[None, :], mask=mask, other=0.0)
@@ -57,9 +57,9 @@ def _rows(
 def _mixture(
     rows: tensor, is_there: tensor, num_rounds: constexpr, eps: constexpr, size: constexpr
 ) -> tensor:
-    """Return a matrix (size, size), doubly stochastic, of its rows one after the other.
+    """Return a doubly stochastic matrix (size, size) of concatenated rows.
 
-    What is not there, behind its rows and columns, is an identity.
+    Missing rows and columns are those of the identity.
     """
     rows, is_there = tl.reshape(rows, (size, size)), tl.reshape(is_there, (size, size))
     rest = tl.where(tl.arange(0, size)[:, None] == tl.arange(0, size)[None, :], 1.0, 0.0)
@@ -184,7 +184,7 @@ def _mix_in(
     output_eps: float,
     num_rounds: int,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `TritonStreams.mix_in` says."""
+    """Compute `TritonStreams.mix_in` as one torch operation."""
     streams, matrix = streams.contiguous(), matrix.contiguous()
     *shape, num_streams, dim = streams.shape
     num_rows, num_values = matrix.shape
@@ -208,7 +208,7 @@ def _mix_in(
 
 @torch.library.custom_op("tandem::mix_out", mutates_args=())
 def _mix_out(y: Tensor, weights: Tensor, streams: Tensor) -> Tensor:
-    """Do what `TritonStreams.mix_out` says."""
+    """Compute `TritonStreams.mix_out` as one torch operation."""
     y, weights, streams = y.contiguous(), weights.contiguous(), streams.contiguous()
     num_streams, dim = streams.shape[-2:]
     out = torch.empty_like(streams)

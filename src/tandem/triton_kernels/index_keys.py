@@ -1,12 +1,13 @@
-"""An indexer's step: its keys are kept, those of a token's slot scored, the best of them selected.
+"""An indexer's step: its keys are stored, the keys of a token's slot scored, and the best selected.
 
     store_index_keys    appends the key that a token brings
     score_index_keys    each program: some keys of a token's slot, by all heads
     score_prompt_keys   each program: some keys of a slot for some of its prompt's tokens
     select_index_keys   each program: the numbers of a token's best keys, ascending
 
-As `tandem.kv_cache.index_keys` has it, of keys that stand for a block of tokens (DeepSeek-V4). In
-three launches, as a token's own key, and those of a step's other tokens in its slot, are scored.
+The rules are those of `tandem.kv_cache.index_keys` for keys that stand for a block of tokens
+(DeepSeek-V4). There are three launches because a token's own key, and those of other tokens of its
+slot in the step, are scored too.
 """
 
 import triton
@@ -50,7 +51,7 @@ def score_index_keys(
 ) -> None:  # fmt: skip
     """Write sum over heads of weight * relu(scale * query . key) to scores (tokens, num_scores).
 
-    Of the whole blocks before a token, its own included; the others' scores stay as they are. A
+    It scores the whole blocks before a token, its own included; other scores are unchanged. A
     program is (some keys, token).
     """
     token = tl.program_id(1).to(tl.int64)
@@ -112,9 +113,9 @@ def score_prompt_keys(
 
 @triton.jit
 def _codes(scores: tensor, number: tensor, num_whole: tensor) -> tensor:
-    """Return scores as integers of 32 bits in int64, of which greater ones are greater.
+    """Return scores as 32-bit integers in int64 of the same order.
 
-    What is no number is infinite. Those behind the whole blocks are 0.
+    NaN counts as infinite. Scores after the whole blocks are 0.
     """
     score = tl.load(scores + number, mask=number < num_whole, other=0.0)
     score = tl.where(score != score, _INFINITY, score)
@@ -126,9 +127,9 @@ def _codes(scores: tensor, number: tensor, num_whole: tensor) -> tensor:
 
 @triton.jit
 def _threshold(scores: tensor, num_whole: tensor, most: tensor, block_scores: constexpr) -> tensor:
-    """Return the code of the least that is selected, and how many of that code are.
+    """Return the code of the least selected score, and how many of this code are selected.
 
-    By eight bits at a time, the highest first: those of more than one digit are counted out.
+    It is found eight bits at a time, from the highest, by counting digits.
     """
     digits = tl.arange(0, _DIGITS)
     code = (num_whole - num_whole).to(tl.int64)  # the bits that are known
@@ -155,9 +156,10 @@ def select_index_keys(
 ) -> None:  # fmt: skip
     """Write the numbers of the best keys to chosen (tokens, most), -1 where there are fewer.
 
-    Of the whole blocks before a token, by scores (tokens, num_scores); of equal ones the first. If
-    there are no more than `most` of them, scores are not read. A program is a token. With `marks`
-    the best are 1 in chosen (tokens, num_scores), where all others are 0 already.
+    They are chosen among the whole blocks before a token, by scores (tokens, num_scores); among
+    equal ones the first. If there are at most `most` of them, scores are not read. A program is a
+    token. With `marks` the best are set to 1 in chosen (tokens, num_scores), where all others are
+    already 0.
     """
     token = tl.program_id(0).to(tl.int64)
     num_whole = ((tl.load(positions + token) + 1) // block).to(tl.int32)

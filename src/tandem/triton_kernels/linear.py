@@ -64,7 +64,7 @@ def _lanes_of_few_rows(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Write some lanes of a layer, whose image lies at an address, as of `few_rows`."""
+    """Write some lanes of a layer whose image is at an address, like `few_rows`."""
     out, address, num_outputs, num_blocks, num_biased, scales_offset, bias_offset = layer
     block, lane = lanes // 16, lanes % 16
     data = section(address, 0, tl.int32)

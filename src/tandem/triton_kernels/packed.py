@@ -113,7 +113,7 @@ def extent_of(
 
 
 def _factor_and_offset(encoding: Encoding) -> tuple[float, float]:
-    """Return what turns the kernels' biased values into weights before scaling."""
+    """Return factor and offset of the kernels' biased values, before scaling."""
     match encoding.element:
         case "integer":  # the code becomes the upper mantissa of a number from 1 to 2
             return float(1 << encoding.bits), float(-(1 << encoding.bits) - encoding.offset)

@@ -1,9 +1,9 @@
 """Layers that carry a state from token to token: short convolutions and linear recurrences.
 
-The tokens of a call come in runs, each of one slot; `runs` has them as `device_states.Run` says. A
-run first does logged tokens again, and its state is kept after its certain tokens: the others may
-be taken back, and are logged. A prompt is a scan: a program keeps its part of a state in registers
-from token to token, so that what comes out does not depend on where a prompt is cut.
+The tokens of a call come in runs, each of one slot, described by `runs` as in `device_states.Run`.
+A run first repeats logged tokens. Its state is stored after its certain tokens; the others may be
+taken back, and are logged. A prompt is a scan: a program keeps its part of a state in registers
+from token to token, so that results do not depend on where a prompt is cut.
 """
 
 import triton
@@ -16,7 +16,7 @@ _RUN_FIELDS = constexpr(6)
 
 @triton.jit
 def _run(runs: tensor, number: tensor) -> tensor:
-    """Return a run: its slot, first row, tokens, certain ones, tokens again, half of the log."""
+    """Return a run: slot, first row, tokens, certain tokens, repeated tokens, half of the log."""
     run = runs + number * _RUN_FIELDS
     return (
         tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3), tl.load(run + 4),
@@ -36,7 +36,7 @@ def _input(
     channels: constexpr,
     width: constexpr,
 ) -> tensor:
-    """Return the inputs of some channels at a token, fp32; those before the first are kept."""
+    """Return the inputs of some channels at a token, fp32; earlier ones are stored."""
     given = tl.load(x + at * token_stride, mask=mask & (at >= 0), other=0.0).to(tl.float32)
     before = at + num_again
     is_logged, is_kept = (at < 0) & (before >= 0), (num_again >= 0) & (before < 0)
@@ -112,7 +112,7 @@ def convolve_tokens(
 def _key(
     source: tensor, at: tensor, mask: tensor, is_normalised: constexpr, scale: constexpr
 ) -> tensor:
-    """Return a query or key in fp32, over its length if that is asked for, times `scale`."""
+    """Return a query or key in fp32, normalised if requested, times `scale`."""
     x = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
     if is_normalised:
         x = x / tl.sqrt(tl.reduce(x * x, 0, tl.standard._sum_combine) + _LEAST_SQUARE)
@@ -135,7 +135,7 @@ def _moved_on(
     is_delta: constexpr,
     has_rate: constexpr,
 ) -> tensor:
-    """Return a part of a head's state after a token, given the value that its key reads."""
+    """Return a part of a head's state after a token, given the product of state and key."""
     if decay_kind == "head":
         state = state * tl.exp(tl.load(decay))
     elif decay_kind == "key":
@@ -170,7 +170,7 @@ def _log_token(
     decay_kind: constexpr,
     has_rate: constexpr,
 ) -> None:
-    """Write what a program knows of a token: keys, values, decays and rates, one after the other.
+    """Log a program's part of a token: keys, values, decays and rates, one after another.
 
     What several programs have read is written by the first of them.
     """

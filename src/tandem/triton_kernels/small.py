@@ -22,7 +22,7 @@ def _scaled(
     rounds_first: constexpr,
     dtype: constexpr,
 ) -> tensor:
-    """Return x over its root mean square, times the weight; fp32, rounded to `dtype` if first."""
+    """Return x over its root mean square, times the weight; fp32, perhaps rounded first."""
     mean = tl.reduce(x * x, 0, tl.standard._sum_combine) / num_cols
     x = x / tl.sqrt(mean + eps)
     if rounds_first:

@@ -75,7 +75,7 @@ def _compress(
     bias: Tensor,
     num_series: int,
 ) -> Tensor:
-    """Keep tokens' values and gates (n_tokens, series * dim); return the keys that they end."""
+    """Store tokens' values and gates (n_tokens, series * dim); return keys of ended windows."""
     values, gates = (x if x.stride(1) == 1 else x.contiguous() for x in (values, gates))
     (ratio, width), num_tokens = bias.shape, len(values)
     dim, block_tokens = width // num_series, _power_of_two(ratio * num_series)
@@ -100,7 +100,7 @@ def _convolve(
     has_silu: bool,
     most: int,
 ) -> Tensor:
-    """Convolve (n_tokens, channels) and keep the last inputs."""
+    """Convolve (n_tokens, channels) and store the last inputs."""
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     channels, width = weight.shape

@@ -64,7 +64,7 @@ def _words_of_supers(
 
 @triton.jit
 def _field(words: tensor, number: tensor, is_inside: tensor, field: constexpr) -> tensor:
-    """Return a number among the words of each super-block."""
+    """Return a bit field from the words of each super-block."""
     bit = field.base + number // 4 * field.fours + number % 4 * field.step
     word = tl.load(words + bit // 32 * 16, mask=is_inside, other=0)
     return (word >> (bit % 32)) & ((1 << field.width) - 1)
@@ -74,7 +74,7 @@ def _field(words: tensor, number: tensor, is_inside: tensor, field: constexpr) -
 def _line(
     words: tensor, number: tensor, is_inside: tensor, table: tensor, grid: constexpr
 ) -> tensor:
-    """Return the codes of a line as `table` has them."""
+    """Return the codes of a line from `table`."""
     low: constexpr = grid.low
     place = _field(words, number, is_inside, low)
     if grid.high is not None:
@@ -85,7 +85,7 @@ def _line(
 
 @triton.jit
 def _spread(bits: tensor) -> tensor:
-    """Put four bits into the lowest places of a dword's bytes."""
+    """Spread four bits to the lowest bits of a dword's bytes."""
     return (bits * 0x00204081) & 0x01010101
 
 
@@ -100,7 +100,7 @@ def _lines(
     table: tensor,
     grid: constexpr,
 ) -> tensor:
-    """Return dwords of eight columns' codes, of lines that are looked up and their signs."""
+    """Return dwords of eight columns' codes, from lines that are looked up and their signs."""
     words = _words_of_supers(data, block, lane, chunk, num_chunks, grid)
     number = (chunk % 32)[:, None]
     if grid.line_cols == 8:
@@ -131,7 +131,7 @@ def _scales_of_lines(
     num_chunks: tensor,
     packed: constexpr,
 ) -> tensor:
-    """Return scales that lie among a super-block's words, times its factor."""
+    """Return scales that are stored in a super-block's words, times its factor."""
     grid: constexpr = packed.grid
     words = _words_of_supers(data, block, lane, chunk, num_chunks, grid)
     group = (chunk % 32 // packed.chunks_per_group)[:, None]
@@ -206,7 +206,7 @@ def _scales_of_supers(
     num_groups: tensor,
     packed: constexpr,
 ) -> tensor:
-    """Return scales and minima that are bytes, times the factors of their super-block or row."""
+    """Return scales and minima stored as bytes, times the factors of super-block or row."""
     per_super = packed.groups_per_super if packed.groups_per_super > 0 else num_groups
     line = block[None, :] * (num_groups // per_super) + group // per_super
     factors_bytes: constexpr = packed.factor_bytes * (32 if packed.has_minima else 16)
@@ -232,7 +232,7 @@ def _scales_of_supers(
 
 @triton.jit
 def _number(byte: tensor, packed: constexpr) -> tensor:
-    """Return what a group's byte (uint8) stands for, fp32."""
+    """Return the value of a group's byte (uint8), fp32."""
     if packed.scale == "nibble":
         number = (byte & 15).to(tl.float32)
     elif packed.scale == "e4m3":
@@ -279,7 +279,7 @@ def _half(bits: tensor) -> tensor:
 
 @triton.jit
 def _e4m3(code: tensor) -> tensor:
-    """Return 1/256 of e4m3 numbers: in a half, the exponent counts from another number."""
+    """Return 1/256 of e4m3 numbers: their bits as a half, whose exponent bias differs."""
     return _half(((code & 0x80) << 8) | ((code & 0x7F) << 7))
 
 
@@ -287,8 +287,8 @@ def _e4m3(code: tensor) -> tensor:
 def section(address: tensor, offset: tensor, dtype: constexpr) -> tensor:
     """Return a pointer to a section of the expert or layer at `address`.
 
-    Sections start at multiples of 64 bytes; said of the pointer (not of the number), that lets
-    loads be 16 bytes wide.
+    Sections start at multiples of 64 bytes; this hint on the pointer (not on the number) allows
+    loads of 16 bytes.
     """
     return tl.multiple_of((address + offset).to(tl.pointer_type(dtype)), 64)
 

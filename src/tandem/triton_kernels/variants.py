@@ -29,7 +29,7 @@ def variants(
     """Return launches on the current stream that together compile every kernel of a layout."""
 
     def compute(num_tokens: int) -> None:
-        """Compute one expert of zeros for so many tokens."""
+        """Compute one expert of zeros for this many tokens."""
         image = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         table = row_table(
             [image.data_ptr()],
@@ -42,7 +42,7 @@ def variants(
         experts.compute(layout, activation, hidden, rows, out, activate)
 
     def add_rows(out_dtype: torch.dtype) -> None:
-        """Add up one token's rows, all of them padding but one."""
+        """Sum one token's rows, all but one of which are padding."""
         rows = torch.zeros(1, layout.hidden_size, device=device)
         row_of = torch.zeros(1, top_k, dtype=torch.int32, device=device)
         weights = torch.zeros(1, top_k, device=device)

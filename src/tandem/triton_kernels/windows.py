@@ -1,10 +1,10 @@
-"""Decode attention in windows beside compressed keys: tokens of any slots, one head's keys.
+"""Decode attention in windows beside compressed keys: tokens of any slots, one KV head.
 
     store_in_window       appends a token's key, and the compressed key that it brings
     attend_window_parts   each program: some heads of a token, a part of the keys that it sees
 
-`where` is as of `attention`, which joins the parts. The first `ring` places of a slot are a ring of
-its last positions; compressed keys lie behind it. Keys are their values: each is read once.
+`where` is as in `attention`, which joins the parts. The first `ring` places of a slot are a ring of
+its last positions; compressed keys follow. Keys are also values: each is read once.
 """
 
 import triton
@@ -33,7 +33,7 @@ def store_in_window(
     width: constexpr,
     kind: constexpr,
 ) -> None:
-    """Append each token to its slot's ring, and its compressed key behind. A program is a token.
+    """Append each token to its slot's ring, and its compressed key after it. A program is a token.
 
     The last place of a slot has the compressed keys of tokens that end no window of `ratio`.
     """
@@ -55,7 +55,7 @@ def _part(
     position: tensor, num_chosen: tensor, window: constexpr, ratio: constexpr,
     has_chosen: constexpr, num_parts: constexpr, block_keys: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return how many positions a token sees, and which of its keys are this program's."""
+    """Return how many positions a token sees, and which of its keys belong to this program."""
     in_window = tl.minimum(position + 1, window)
     length = in_window
     if has_chosen:
@@ -95,8 +95,8 @@ def attend_window_parts(
 ) -> None:  # fmt: skip
     """Attend to a part of the keys. A program is (some heads, part, token).
 
-    A token sees its window, and beside it the compressed keys before it, or with `has_chosen` those
-    of `chosen` (tokens, num_chosen), -1 where there are fewer. Writes what `attend_parts` writes.
+    A token sees its window, and the compressed keys before it, or with `has_chosen` those of
+    `chosen` (tokens, num_chosen), -1 where there are fewer. Writes the same as `attend_parts`.
     """
     token = tl.program_id(2).to(tl.int64)
     head = tl.program_id(0) * block_heads + tl.arange(0, block_heads)

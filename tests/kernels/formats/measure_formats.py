@@ -1,4 +1,4 @@
-"""Print docs/formats.md's table: what each format loses on real experts, and how fast it packs.
+"""Prints the table of docs/formats.md: each format's loss on real experts and packing speed.
 
 python -m tests.kernels.formats.measure_formats DIRECTORY-OF-A-MIXTRAL-CHECKPOINT
 """
@@ -37,7 +37,7 @@ def run(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def losses(fmt: WeightFormat, experts: list[list[Tensor]], has_search: bool) -> tuple[float, ...]:
-    """Return relative errors in norm of weights and outputs, and packed weights per second."""
+    """Return the relative errors of weights and outputs (norms), and packed weights per second."""
     sums = torch.zeros(4, dtype=torch.float64)
     seconds = 0.0
     for number, parts in enumerate(experts):

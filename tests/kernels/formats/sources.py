@@ -1,4 +1,4 @@
-"""Inputs of the format tests: weights that are hard to round, and codes of checkpoints."""
+"""Inputs of the format tests: weights that are hard to round, and checkpoint codes."""
 
 from typing import Any
 
@@ -22,15 +22,15 @@ from tandem.kernels.formats.packed import PackedMatrix, pack, write_codes, write
 # Whole blocks, one less, one more, one weight.
 SHAPES = [(16, 32), (16, 128), (15, 127), (37, 75), (1, 1), (48, 257), (130, 300)]
 
-# Formats that weights are rounded to; files bring the others.
+# Formats that weights can be quantised to; the others come from files.
 ROUNDED = [f for f in FORMATS if not f.kind.startswith("iq1")]
 GRIDS = [f for f in ROUNDED if f.encoding.grid is not None]
-# Formats that `pack_codes` fills; blocks of GGUF files bring the others.
+# Formats that `pack_codes` fills; the others come from blocks of GGUF files.
 CODED = [f for f in FORMATS if f.group_size and not (f.encoding.super_cols or f.encoding.table)]
 
 
 def draw_weights(rows: int, cols: int, seed: int = 0) -> Tensor:
-    """Draw Gaussian weights with outliers and, where there is room, a zero row and a zero group."""
+    """Return Gaussian weights with outliers and, if there is room, a zero row and a zero group."""
     generator = torch.Generator().manual_seed(seed + rows * 1000 + cols)
     weights = torch.randn(rows, cols, generator=generator) * 0.02
     weights[torch.rand(rows, cols, generator=generator) < 0.01] *= 20
@@ -41,7 +41,7 @@ def draw_weights(rows: int, cols: int, seed: int = 0) -> Tensor:
 
 
 def draw_codes(rows: int, cols: int, fmt: WeightFormat) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw codes, scales and zero points as `pack_codes` takes them."""
+    """Return random codes, scales and zero points as `pack_codes` takes them."""
     assert fmt.group_size is not None
     generator = torch.Generator().manual_seed(rows * 1000 + cols)
     groups = -(-cols // fmt.group_size)
@@ -67,7 +67,7 @@ def pack_codes(
     zeros: Tensor | None = None,
     name: str = "weight",
 ) -> PackedMatrix:
-    """Place a matrix that is quantised already."""
+    """Pack a matrix that is already quantised."""
     packed = PackedMatrix.empty(codes.shape[0], codes.shape[1], fmt)
     coded = coded_matrix(codes, scales, fmt, zeros=zeros, name=name)
     write_codes(packed.blocks, fmt, coded, name=name)
@@ -75,7 +75,7 @@ def pack_codes(
 
 
 def draw_lines(rows: int, cols: int, fmt: WeightFormat) -> CodedMatrix:
-    """Draw what files have of a format with a grid: any words, and factors of usual size."""
+    """Return random file contents of a grid format: any words, and factors of usual size."""
     words = torch.randint(-(2**31), 2**31, (rows, fmt.dwords(cols)), dtype=torch.int32)
     codes, scales, _ = read_words(fmt, words)
     largest = 15 * max(fmt.encoding.table) * cols**0.5
@@ -84,7 +84,7 @@ def draw_lines(rows: int, cols: int, fmt: WeightFormat) -> CodedMatrix:
 
 
 def pack_any(weights: Tensor, fmt: WeightFormat, **how: Any) -> PackedMatrix:
-    """Round weights to a format; of one with a grid draw others of their shape, with any lines."""
+    """Quantise weights; for a grid format return a random matrix of the same shape instead."""
     if fmt.encoding.grid is None:
         return pack(weights, fmt, **how)
     rows, cols = weights.shape
@@ -104,7 +104,7 @@ def pack_expert(
     is_interleaved: bool = False,
     has_search: bool = True,
 ) -> None:
-    """Write an expert part by part, as a layer of the host store does when they arrive."""
+    """Write an expert part by part, as a layer of the host store does while loading."""
     out.zero_()
     roundings = []
     if isinstance(up, CodedMatrix):
@@ -124,6 +124,6 @@ def pack_expert(
 
 
 def drawn_matrix(rows: int, cols: int, fmt: WeightFormat) -> PackedMatrix:
-    """Pack drawn codes."""
+    """Return a packed matrix of random codes."""
     codes, scales, zeros = draw_codes(rows, cols, fmt)
     return pack_codes(codes, scales, fmt, zeros=zeros)

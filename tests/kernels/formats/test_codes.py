@@ -1,4 +1,4 @@
-"""Codes of quantised checkpoints: taken over exactly, or refused with a reason."""
+"""Tests of codes of quantised checkpoints: kept exactly, or refused with a reason."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.kernels.formats.test_layout import E2M1, by_name
 
 
 def spread(scales: Tensor, fmt: WeightFormat, cols: int) -> Tensor:
-    """Repeat (rows, groups) for every column."""
+    """Repeat values (rows, groups) for each column of the group."""
     return scales.repeat_interleave(fmt.col_multiple, 1)[:, :cols]
 
 

@@ -1,4 +1,4 @@
-"""An expert's buffer: one canonical order, whatever the source's own."""
+"""Tests of an expert's buffer: one canonical order for any source."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def layout_of(fmt: WeightFormat, *, is_gated: bool = True, has_bias: bool = True
 
 
 def buffers(layout: ExpertLayout) -> Tensor:
-    """Three experts' memory with rubbish in it."""
+    """Return the memory of three experts, filled with garbage."""
     return torch.full((3, layout.num_bytes), 0xA5, dtype=torch.uint8)
 
 

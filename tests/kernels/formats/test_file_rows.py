@@ -1,4 +1,4 @@
-"""Blocks of GGUF files, rearranged natively: the values are those of the gguf package."""
+"""Tests of the native reordering of GGUF blocks, against the gguf package."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tandem.kernels.formats import PackedMatrix, WeightFormat, find_format, unpa
 from tandem.kernels.formats.file_rows import FileBlocks, Placing, write_file_rows
 from tests.loading.gguf_files import FACTORS
 
-# What has a grid takes as many bytes as in the file.
+# A format with a grid takes as many bytes as in the file.
 OF_GRIDS = ("IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M")
 # Six bits of a scale become a byte, in the smallest of these.
 MOST_BYTES = dict.fromkeys(OF_BLOCKS, 1.03) | {"Q3_K": 1.04} | dict.fromkeys(OF_GRIDS, 1)
@@ -22,7 +22,7 @@ _OF_32 = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0
 
 
 def draw_blocks(kind: str, rows: int, supers: int) -> NDArray[np.uint8]:
-    """Draw (rows, bytes) of 256 numbers each: any byte, but factors that are no NaN."""
+    """Return random rows of GGUF blocks (rows, bytes): any bytes, but finite factors."""
     numbers, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     shape = (rows, supers * 256 // numbers, size)
     drawn = np.random.default_rng(rows).integers(0, 256, shape, dtype=np.uint8)
@@ -60,7 +60,7 @@ def values_of(kind: str, source: NDArray[np.uint8]) -> torch.Tensor:
 
 
 def padding_of(packed: PackedMatrix) -> torch.Tensor:
-    """Return the values of the rows after the last."""
+    """Return the values of the padding rows at the end."""
     fmt = packed.format
     rows = fmt.padded_rows(packed.rows)
     whole = PackedMatrix(fmt, rows, packed.cols, packed.data, packed.scales)

@@ -1,4 +1,4 @@
-"""Every byte lies where docs/formats.md says: loops that follow the text, against the views."""
+"""Tests of the byte layout in docs/formats.md: loops after the text, against tensor views."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def by_name(fmt: WeightFormat) -> str:
 
 
 def read_slowly(packed: PackedMatrix, row: int, col: int) -> float:
-    """Read one value by the addresses of docs/formats.md, all of them written out."""
+    """Read one value by the addresses in docs/formats.md, all written out."""
     fmt, data = packed.format, packed.data.numpy().tobytes()
     K = packed.format.padded_cols(packed.cols)  # noqa: N806  the document's name
     b, r = divmod(row, 16)
@@ -52,7 +52,7 @@ def read_slowly(packed: PackedMatrix, row: int, col: int) -> float:
 
 
 def _joined(strip: bytes, bits: int, r: int, col: int) -> int:
-    """Read a code whose bits lie in planes of 4, 2 and 1."""
+    """Read a code whose bits are in planes of 4, 2 and 1 bits."""
     code = place = 0
     for width in (4, 2, 1):
         if bits & width:
@@ -65,7 +65,7 @@ def _joined(strip: bytes, bits: int, r: int, col: int) -> int:
 
 
 def _super_value(fmt: WeightFormat, code: int, scales: Tensor, col: int, r: int) -> float:
-    """Decode with a super-block's scales; `col` counts the columns of all blocks."""
+    """Decode a value with a super-block's scales; `col` counts columns of all blocks."""
     assert fmt.group_size is not None
     s, in_super = divmod(col, 256)
     lines, groups = (2 if fmt.encoding.has_minima else 1), 256 // fmt.group_size
@@ -84,14 +84,14 @@ def _super_value(fmt: WeightFormat, code: int, scales: Tensor, col: int, r: int)
 
 
 def _number(fmt: WeightFormat, code: int) -> float:
-    """Return what a code stands for before it is scaled."""
+    """Return the number that a code stands for before scaling."""
     if fmt.kind.startswith("iq4"):
         return IQ4[code]
     return code - fmt.encoding.offset
 
 
 def _nvfp4_value(code: int, block: Tensor, col: int, r: int) -> float:
-    """Decode with a row's factor and a group's e4m3 scale, of one block of 16 rows."""
+    """Decode a value with a row's factor and a group's e4m3 scale, in one block of 16 rows."""
     factor = block[4 * r :][:4].view(torch.float32)
     scale = block[64 + col // 16 * 16 + r].view(torch.float8_e4m3fn).float()
     return ((-1.0 if code & 8 else 1.0) * E2M1[code & 7] * (scale * factor)).item()
@@ -117,7 +117,7 @@ def _value(fmt: WeightFormat, code: int, scales: Tensor, line: int, r: int) -> f
 
 
 def read_lines(packed: PackedMatrix) -> Tensor:
-    """Put the file's blocks together again, and have the gguf package say what they stand for."""
+    """Rebuild the file's blocks, and decode them with the gguf package."""
     fmt, data = packed.format, packed.data.numpy().tobytes()
     assert fmt.encoding.grid is not None
     words = fmt.encoding.grid.words

@@ -1,4 +1,4 @@
-"""Native rounding against the torch reference; its bytes are the same on every instruction set."""
+"""Tests of native rounding against the torch reference: equal bytes on every instruction set."""
 
 import itertools
 from pathlib import Path
@@ -18,7 +18,7 @@ from tandem.kernels.formats.packed import write_by_reference, write_weights
 from tests.kernels.formats.sources import GRIDS, draw_weights
 from tests.kernels.formats.test_layout import by_name
 
-# Files alone bring the others, or to round to them is the reference's; of grids it takes long.
+# The others come from files only, or only the reference quantises to them; grids are slow.
 NATIVE = [fmt for fmt in FORMATS if fmt.kind in _ROUNDED and fmt not in GRIDS]
 GROUPED = [fmt for fmt in NATIVE if fmt.group_size is not None]
 
@@ -32,7 +32,7 @@ def draw(
     every: int,
     is_transposed: bool,
 ) -> Tensor:
-    """Return (rows, cols) weights, of strides as checkpoints have them."""
+    """Return random weights (rows, cols) with the strides of checkpoint tensors."""
     weights = (draw_weights(rows * every, cols, seed) * 2.0**exponent).to(dtype)
     return (weights.T.contiguous().T if is_transposed else weights)[::every]
 
@@ -102,10 +102,10 @@ def test_the_search_loses_what_the_references_loses(
         ((unpack(packed).double() - weights.double()).square() * square).sum()
         for packed in (ours[0], reference(weights, fmt, importance))
     ]
-    # Sums in another order: near ties of two scales fall to either side. A weight's own square is
-    # what fp32 sums of a group can be off by, times their precision.
+    # Sums have another order: near ties of two scales go either way. A weight's own square is
+    # the possible error of a group's fp32 sums, times their precision.
     slack = 1e-6 * (weights.double().square() * square).sum()
-    # From five bits on, what rounding moves in sums and minima counts beside what is left.
+    # From five bits on, rounding errors of sums and minima matter beside the remaining error.
     most = 1.05 if fmt.bits >= 5 else 1.003
     assert losses[0] <= most * losses[1] + slack
 
@@ -138,7 +138,7 @@ def test_other_dtypes_are_left_to_the_reference() -> None:
 
 
 def test_matrices_together_are_as_each_alone(tmp_path: Path) -> None:
-    """Matrices of several formats, in memory and in a mapped file, with and without importance."""
+    """Use several formats, tensors in memory and in a mapped file, with and without importance."""
     file = tmp_path / "weights"
     kept = draw_weights(700, 300).bfloat16()
     kept.view(torch.uint8).numpy().tofile(file)

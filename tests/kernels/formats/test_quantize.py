@@ -1,4 +1,4 @@
-"""Rounding: exact where it can be, bounded where not, refused where it makes no sense."""
+"""Tests of rounding: exact where possible, bounded error otherwise, or refused."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ FP16_SLACK = 2**-9
 
 
 def group_errors(weights: Tensor, values: Tensor, fmt: WeightFormat) -> Tensor:
-    """Return squared errors per group, per 16 rows for fp8, in double precision."""
+    """Return squared errors per group, for fp8 per 16 rows, in double precision."""
     missing = fmt.padded_cols(weights.shape[1]) - weights.shape[1]
     loss = torch.nn.functional.pad((weights.double() - values.double()).square(), (0, missing))
     errors = loss.unflatten(1, (-1, fmt.col_multiple)).sum(-1)
@@ -87,7 +87,7 @@ def test_no_weight_is_further_than_half_a_step(fmt: WeightFormat, weights: Tenso
 
 
 def unstretched(weights: Tensor, values: Tensor, fmt: WeightFormat) -> Tensor:
-    """Values times the factor of least error: the search of super-blocks makes them larger."""
+    """Return values scaled by the factor of least error; super-blocks' search enlarges values."""
     if not fmt.encoding.super_cols:
         return values
     x, v = (one.double().unflatten(1, (-1, fmt.col_multiple)) for one in (weights, values))
@@ -101,7 +101,7 @@ def unstretched(weights: Tensor, values: Tensor, fmt: WeightFormat) -> Tensor:
 def test_the_search_is_never_worse_than_absmax(fmt: WeightFormat, weights: Tensor) -> None:
     cols = weights.shape[1]
     weights = torch.nn.functional.pad(weights, (0, fmt.padded_cols(cols) - cols))  # they count, too
-    if fmt.encoding.super_cols:  # of a size with which super-scales are not subnormal in fp16
+    if fmt.encoding.super_cols:  # of a size for which super-scales are not subnormal in fp16
         weights = weights / weights.abs().amax(-1, keepdim=True).clamp(min=1e-30) * 1024
     plain = group_errors(weights, unpack(pack(weights, fmt, has_search=False)), fmt)
     searched = group_errors(weights, unstretched(weights, unpack(pack(weights, fmt)), fmt), fmt)
@@ -180,7 +180,7 @@ def test_lines_lose_less_than_llama_cpps(fmt: WeightFormat) -> None:
 @pytest.mark.parametrize("has_search", [False, True])
 @pytest.mark.parametrize("fmt", GRIDS, ids=by_name)
 def test_values_are_not_smaller_than_weights(fmt: WeightFormat, has_search: bool) -> None:
-    """What rounding makes smaller, all weights of a layer alike, layers would add up."""
+    """If rounding made all weights of a layer smaller, the errors of layers would add up."""
     weights = torch.randn(64, 1024, generator=torch.Generator().manual_seed(2)) * 0.02
     importance = torch.rand(1024, generator=torch.Generator().manual_seed(3))
     values = unpack(pack(weights, fmt, importance=importance, has_search=has_search))
@@ -223,7 +223,7 @@ def test_a_group_without_spread_keeps_its_value_with_zero_points() -> None:
 
 @pytest.mark.parametrize("name", ["int4", "int5", "int8-g32"])
 def test_a_peak_that_counts_little_is_cut(name: str) -> None:
-    """Every group has one: the best of many scales is hardly better than what is found."""
+    """Each group has such a peak; trying many scales is hardly better than the search."""
     fmt, generator = find_format(name), torch.Generator().manual_seed(0)
     weights = torch.randn(64, 256, generator=generator)
     weights[:, ::32] *= 1.8
@@ -244,7 +244,7 @@ def test_a_peak_that_counts_little_is_cut(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "iq4_xs", "iq2_s"])
 def test_products_with_the_weights_are_right(name: str) -> None:
-    """Values of least error keep too little of the weights, all alike."""
+    """Values with the least error have too small products with the weights."""
     weights = 1024 * torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
     values = unpack(pack(weights, find_format(name)))  # whose factors are not subnormal in fp16
     supers = [one.view(64, 4, 256) for one in (values, weights)]

@@ -88,7 +88,7 @@ def _system(system: str | list[TextBlock] | None) -> list[Message]:
 
 
 def _turn(message: InputMessage) -> Iterator[Message]:
-    """Yield a message; results of calls are messages of their own, before the text beside them."""
+    """Yield a message; results of calls become messages of their own before the text."""
     content = message.content
     if isinstance(content, str):
         yield Message.model_construct(role=message.role, content=content)

@@ -23,7 +23,7 @@ _SIGNATURE = "unsigned"
 
 
 class MessageReply(Reply):
-    """One answer as it comes."""
+    """One answer while it is generated."""
 
     def __init__(self, request: GenerationRequest, model: str, *, has_cache_marks: bool) -> None:
         """Begin the answer to a request."""

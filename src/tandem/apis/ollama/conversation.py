@@ -93,7 +93,7 @@ def _format(body: OllamaRequest) -> ResponseFormat | None:
 
 
 def _turns(messages: list[OllamaMessage]) -> Iterator[Message]:
-    """Yield messages; calls that came without ids get some, by which results are found."""
+    """Yield messages; calls without ids get ids, by which results find them."""
     waiting: list[ToolCall] = []  # calls without a result
     num_calls = 0
     for message in messages:
@@ -116,9 +116,7 @@ def _turns(messages: list[OllamaMessage]) -> Iterator[Message]:
 
 
 def _taken(waiting: list[ToolCall], name: str | None) -> str | None:
-    """Remove and return the call that a result belongs to: the first of its tool, or the first of
-    all.
-    """
+    """Remove and return the call that a result belongs to: the first of its tool, or of all."""
     for call in waiting:
         if name in (None, call.function.name):
             waiting.remove(call)

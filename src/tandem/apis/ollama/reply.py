@@ -22,7 +22,7 @@ def timestamp(seconds: float) -> str:
 
 
 class OllamaReply(Reply):
-    """One answer as it comes: a chat's message, or a text."""
+    """One answer while it is generated: a chat's message, or a text."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class OllamaReply(Reply):
         return [*pieces, {"content": "", kind: text}]
 
     def _closed(self) -> list[_Piece]:
-        """Return the call that has ended, if one has: clients get it whole."""
+        """Return the call that has ended, if any: clients get calls as a whole."""
         if self._open is None:
             return []
         name, arguments = self._open
@@ -114,7 +114,7 @@ class OllamaReply(Reply):
         return line | ({"logprobs": new} if new else {}) | {"done": False}
 
     def _ending(self) -> _Json:
-        """Return what the last line has: why the answer ended, and what it took."""
+        """Return the fields of the last line: why the answer ended, and its timings."""
         tally = self._answer.tally
         return {
             "done": True,

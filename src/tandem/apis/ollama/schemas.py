@@ -1,8 +1,8 @@
 """The bodies of Ollama's API, as far as a model that writes text can follow them.
 
-Ollama loads a model for a request, and its clients always send what it is loaded with: how long a
-context, on how many threads, how long it stays. The one model here is loaded already, so that these
-are taken and change nothing. What would change the answer is followed or refused.
+Ollama loads a model for a request, and its clients always send the options of that load: context
+length, threads, how long the model stays. The model is already loaded here, so these options are
+accepted and ignored. Options that would change the answer are followed or refused.
 """
 
 from typing import Annotated, Literal, Self

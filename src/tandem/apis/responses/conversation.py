@@ -73,7 +73,7 @@ def as_chat(body: CountRequest, earlier: Sequence[Message], new: Sequence[Messag
 
 
 class _Messages:
-    """Items as messages: an answer's reasoning, text and calls are one message of a chat."""
+    """Items as messages: an answer's reasoning, text and calls form one chat message."""
 
     def __init__(self) -> None:
         self.found: list[Message] = []

@@ -1,8 +1,8 @@
 """Keeps finished responses in memory, by id, so that later requests can continue from them.
 
-They are kept as JSON, so that what they take is what is counted: a list of lists in a tool's schema
-takes twenty times its JSON as Python's objects. Each has the whole conversation before it, as the
-answers before it may be dropped first.
+They are kept as JSON, so that the counted size is the real one: as Python objects, lists in a
+tool's schema take twenty times their JSON. Each response has the whole conversation before it,
+because earlier responses may be dropped first.
 """
 
 import json

@@ -205,7 +205,7 @@ class ResponseReply(Reply):
 
 
 def _head(body: ResponsesRequest, model: str) -> _Json:
-    """Return what a response says of its request."""
+    """Return the fields of a response that repeat its request."""
     defaults: _Json = {
         "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "store": True,
         "text": {"format": {"type": "text"}}, "truncation": "disabled", "metadata": {},

@@ -1,4 +1,4 @@
-"""What came of a comparison: speeds in turns, and whether first choices agree; as text and JSON."""
+"""The result of a comparison: speeds in turns, and whether first choices agree; text and JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -78,7 +78,7 @@ def _command(words: Sequence[str], path: str | None) -> tuple[str, ...]:
 
 
 def _bench_beside(name: str, path: str | None) -> str | None:
-    """Return llama-bench beside a program of llama.cpp; None: there is none, or no such program."""
+    """Return llama-bench in the directory of a llama.cpp program; None if there is none."""
     program = shutil.which(name, path=path)
     if program is None or Path(program).name not in _BESIDE:
         return None

@@ -25,7 +25,7 @@ class LlamaBench:
     """Runs the program for each measurement; the file stays in the page cache."""
 
     def __init__(self, command: Sequence[str], setting: Setting) -> None:
-        """Remember the program and the options that every measurement has."""
+        """Store the program and the options of every measurement."""
         self._command, self._setting = list(command), setting
 
     def measure(self, depth: int) -> Speeds:

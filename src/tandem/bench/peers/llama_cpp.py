@@ -23,10 +23,10 @@ _SIGNAL_STACK = ctypes.create_string_buffer(8192)  # holds the registers but tho
 
 
 def _refuse_amx() -> None:
-    """Have Linux refuse AMX to this process, so that llama.cpp rearranges weights for AVX.
+    """Make Linux refuse AMX to this process, so that llama.cpp rearranges weights for AVX.
 
-    Its layouts for AMX crash with experts, and it would take them first. Linux gives AMX only to
-    processes whose signal stacks hold its registers, 8 KiB more.
+    Its AMX layouts, which it prefers, crash with experts. Linux gives AMX only to processes whose
+    signal stacks have room for its registers, 8 KiB more.
     """
     stack = _SignalStack(ctypes.addressof(_SIGNAL_STACK), 0, len(_SIGNAL_STACK))
     if ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) != 0:
@@ -85,7 +85,7 @@ class LlamaCpp:
             lib.llama_free(context)
 
     def choices(self, ids: Sequence[int]) -> list[Choice]:
-        """Return the first choice after each token of a text, whatever token follows."""
+        """Return the first choice after each token of a text, whatever the next token is."""
         logits = self.answers(list(ids))
         first = logits.argmax(-1)
         best = np.partition(logits, -2, axis=-1)[:, -2:]
@@ -129,9 +129,9 @@ class LlamaCpp:
         return Speeds(setting.prompt / prefill, 1 / statistics.median(seconds[2:]), 0.0, 0.0)
 
     def _fill(self, context: Any, memory: Any, parts: int) -> None:
-        """Let sequence 0 hold so many parts: one is computed, moved and given to it again.
+        """Fill sequence 0 with this many chunks: compute one, move it and append it again.
 
-        States and windows cannot be moved: where a model has some, all parts are computed.
+        States and windows cannot be moved; a model that has some computes all chunks.
         """
         if parts == 0:
             return
@@ -154,7 +154,7 @@ class LlamaCpp:
         lib.llama_memory_seq_rm(memory, 0, parts * size, -1)
 
     def _decode(self, context: Any, count: int, position: int) -> None:
-        """Append random tokens; the next one is chosen from the logits, as a greedy loop does."""
+        """Append random tokens; choose the next one from the logits, as a greedy loop does."""
         random = np.random.default_rng(position)
         for first in range(0, count, self._BATCH):
             n = min(self._BATCH, count - first)
@@ -197,7 +197,7 @@ def widest_isa(told: str) -> str:
 
 
 def _silent(level: int, text: bytes, data: object) -> None:
-    """Print nothing: llama.cpp's messages would end up in the report."""
+    """Print nothing, because llama.cpp's messages would be part of the report."""
 
 
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_silent)

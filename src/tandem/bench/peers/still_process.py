@@ -86,7 +86,7 @@ class StillProcess:
 
 
 def _serve(connection: Connection, prepare: Prepare, arguments: tuple[object, ...]) -> None:
-    """Answer until the other side closes; what fails is sent as a sentence."""
+    """Answer until the other side closes; errors are sent as a sentence."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the other side says what Ctrl-C ended
     try:
         said, answer = prepare(*arguments)

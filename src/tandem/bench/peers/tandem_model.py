@@ -45,7 +45,7 @@ class Tandem:
         )
 
     def choices(self, ids: Sequence[int]) -> list[Choice]:
-        """Return the first choice after each token of a text, whatever token follows."""
+        """Return the first choice after each token of a text, whatever the next token is."""
         pool = self._generator.slot_pool(1, capacity=len(ids))
         best = pool.prefill_with_logits(0, list(ids)).float().topk(2, dim=-1)
         margins = best.values[:, 0] - best.values[:, 1]

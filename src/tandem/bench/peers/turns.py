@@ -31,7 +31,7 @@ class Turns:
     """Several systems of which one runs at a time."""
 
     def __init__(self, processes: Mapping[str, StillProcess]) -> None:
-        """Remember the stopped processes by name."""
+        """Store the stopped processes by name."""
         self._processes = processes
 
     def measure(self, name: str, depth: int) -> Speeds:

@@ -63,7 +63,7 @@ class AwqWeight(FileWeight):
     has_zeros: bool
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return codes and scales where they lie in the file; None for a format of other width."""
+        """Return codes and scales as views of the file; None for a format of another width."""
         if fmt.bits != _BITS:
             return None
         words, scales, zeros = self._parts()
@@ -79,7 +79,7 @@ class AwqWeight(FileWeight):
         return Codes("int", codes, scales.contiguous(), zeros.contiguous())
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return words (inputs, outputs / 8), and scales and zero points row by row."""
+        """Return words (inputs, outputs / 8), and scales and zero points by row."""
         words, scales = self.read_part("qweight"), self.read_part("scales").T
         return words, scales, _in_order(self.read_part("qzeros")).T if self.has_zeros else None
 

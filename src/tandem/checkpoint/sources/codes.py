@@ -16,15 +16,15 @@ GROUP_SIZES = (128, 64, 32)  # of the packed formats, the fewest scales first
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A (rows, cols) matrix row by row; rows are the outputs.
+    """A (rows, cols) matrix by row; rows are the outputs.
 
-    `codes` is, by `kind`: "int" whole numbers, of which value = (code - zero) * scale, "mxfp4"
-    uint8 e2m1 bits, "fp8" float8_e4m3fn; of a format with super-blocks or a table, whose name
-    `kind` then is, uint8 as it stores them. `scales` is (rows, groups), and for fp8
-    (rows / 128, cols / 128), rounded up; `zeros` is like it, None where codes are signed. With
-    super-blocks, scales and minima are int8 and have fp16 factors (rows, super-blocks); of nvfp4
-    they are e4m3 as uint8, and a row has one fp32 factor.
-    `input_order` (cols,) says which input of the layer each column belongs to; None: in order.
+    `codes` depends on `kind`: "int" is whole numbers with value = (code - zero) * scale, "mxfp4" is
+    uint8 e2m1 bits, "fp8" is float8_e4m3fn. For a format with super-blocks or a table, `kind` is
+    the format's name and the codes are uint8 as stored. `scales` is (rows, groups), for fp8 (rows /
+    128, cols / 128), rounded up. `zeros` has the same shape; None for signed codes. With
+    super-blocks, scales and minima are int8 with fp16 factors (rows, super-blocks); for nvfp4 they
+    are e4m3 as uint8, with one fp32 factor per row. `input_order` (cols,) has the layer's input of
+    each column; None: in order.
     """
 
     kind: str
@@ -94,7 +94,7 @@ class Codes:
         return values
 
     def _in_groups_of(self, size: int, name: str) -> tuple[Tensor, Tensor | None]:
-        """Repeat scales and zeros for smaller groups: the same numbers, more often."""
+        """Repeat scales and zeros for smaller groups."""
         source = _group_size(self.codes.shape[1], self.scales.shape[1], name)
         if source % size:
             raise ModelError(

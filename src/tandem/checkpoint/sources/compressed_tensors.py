@@ -116,7 +116,7 @@ class PackedIntegers(FileWeight):
     bits: int
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return codes and scales where they lie; None if the inputs are reordered."""
+        """Return codes and scales as views of the file; None if the inputs are reordered."""
         words, scales, zeros, order = self._parts()
         if fmt.bits != self.bits or order is not None:
             return None
@@ -136,7 +136,7 @@ class PackedIntegers(FileWeight):
         return Codes("int", codes, scales, zeros.contiguous(), order)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return words, scales and zero points row by row, and the order of the inputs."""
+        """Return words, scales and zero points by row, and the order of the inputs."""
         prefix, (rows, cols) = self.name.removesuffix(".weight"), self.shape
         words, name = self.files.read(f"{prefix}.weight_packed"), f"{prefix}.weight_zero_point"
         scales, zeros = _scales(self.files, prefix, rows), None
@@ -172,7 +172,7 @@ class PlainIntegers(FileWeight):
     """One linear layer's weight as int8."""
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
-        """Return codes and scales where they lie."""
+        """Return codes and scales as views of the file."""
         codes = self.files.read(self.name).view(torch.uint8)
         return FileFields(codes, self.shape, self._scales(), flip=0x80)
 

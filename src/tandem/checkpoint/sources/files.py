@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name, in mapped files; each is read when it is asked for."""
+"""The tensors of a checkpoint by name, in mapped files; each is read when it is used."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -95,7 +95,7 @@ def open_tensors(directory: Path, index_name: str | None = None) -> TensorFiles:
 
 
 def _weight_map(directory: Path, index_name: str) -> dict[str, str]:
-    """Return in which file an index says that each tensor lies; none is outside its directory."""
+    """Return the file of each tensor in an index; no file is outside the index's directory."""
     index = read_json(directory, index_name)
     weight_map, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(metadata, dict):

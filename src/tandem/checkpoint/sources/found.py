@@ -51,14 +51,12 @@ class FileWeight:
         raise NotImplementedError
 
     def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileFields] | None:
-        """Return where the rows lie if native code can place them; None if it cannot."""
+        """Return the rows' places if native code can read them; None if it cannot."""
         fields = self.fields(fmt, expert) if fmt in self.formats else None
         return None if fields is None or not fields.fit(fmt) else [fields]
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return the codes where they lie in the file, for a format that holds them; None:
-        unknown.
-        """
+        """Return the codes as views of the file, for a format that holds them; None: unknown."""
         return None
 
 

@@ -84,7 +84,7 @@ class Fp8Weight(FileWeight):
     scales: str
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
-        """Return codes and scales where they lie."""
+        """Return codes and scales as views of the file."""
         codes = self.files.read(self.name).view(torch.uint8)
         return FileFields(codes, self.shape, self._block_scales(self._numbers()))
 
@@ -96,12 +96,12 @@ class Fp8Weight(FileWeight):
         return Codes("fp8", codes, self._block_scales(scales).contiguous())
 
     def _numbers(self) -> Tensor:
-        """Return the scales, exponents as the numbers that they stand for."""
+        """Return the scales as numbers; exponents are converted."""
         scales = self.files.read(self.scales)
         return scales.float() if scales.element_size() == 1 else scales
 
     def _block_scales(self, scales: Tensor) -> Tensor:
-        """Return a scale for each block, one that stands for all of them as a view."""
+        """Return a scale for each block; a single scale is expanded as a view."""
         rows, cols = self.shape
         blocks = (-(-rows // BLOCK), -(-cols // BLOCK))
         return scales.reshape(1, 1).expand(blocks) if scales.numel() == 1 else scales

@@ -1,7 +1,7 @@
 """GGUF files of models, with experts or without: blocks that packed formats hold keep their codes.
 
-Of a layer's experts, gate and up are tensors of their own (of some files one), (num_experts, rows,
-cols) in blocks along the columns. `gguf_models` knows what each architecture calls and orders how.
+Gate and up of a layer's experts are separate tensors (in some files one), (num_experts, rows,
+cols), in blocks along the columns. `gguf_models` knows each architecture's names and orders.
 """
 
 import re
@@ -100,7 +100,7 @@ def config_of(header: GgufHeader) -> PreTrainedConfig:
 
 
 def _require_counts(header: GgufHeader) -> None:
-    """Raise `ModelError` if the metadata counts something else than the tensors show."""
+    """Raise `ModelError` if counts in the metadata contradict the tensors."""
     numbers = (name.split(".")[1] for name in header.tensors if name.startswith("blk."))
     layers = 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
     if layers > len(header.tensors):
@@ -125,7 +125,7 @@ def _require_counts(header: GgufHeader) -> None:
 
 
 def _dense_dtype(header: GgufHeader) -> torch.dtype:
-    """Return the dtype of what is in no blocks: a file of fp16 keeps it, else it is bf16."""
+    """Return the dtype of tensors without blocks: fp16 if the file has it, otherwise bf16."""
     kinds = {t.tensor_type.name for t in header.tensors.values() if len(t.shape) > 1} - {"I32"}
     return torch.float16 if "F16" in kinds and kinds <= {"F16", "F32"} else torch.bfloat16
 

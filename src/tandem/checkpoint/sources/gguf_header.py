@@ -1,7 +1,7 @@
-"""The header of a GGUF file, of one part or several: metadata, and where each tensor lies.
+"""The header of a GGUF file, of one part or several: metadata, and each tensor's place.
 
-Nothing that a file says is trusted: every length is compared with the bytes that are there, before
-anything is read or any memory taken.
+The file is not trusted: every length is compared with the file's size before anything is read or
+allocated.
 """
 
 import math
@@ -221,7 +221,7 @@ class _DamagedError(Exception):
 
 
 class _Reader:
-    """Reads a mapped file from its begin to the end of its header."""
+    """Reads a mapped file from its beginning to the end of its header."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._mapped = mapped
@@ -261,7 +261,7 @@ class _Reader:
         return struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}"), "its header"))[0]
 
     def _counted(self, count: int, least_bytes: int, what: str) -> int:
-        """Return a count of things that take so many bytes each, if the file has room for them."""
+        """Return the number of items of this many bytes each; raises if they exceed the file."""
         if count * least_bytes > self._size - self._at:
             raise _DamagedError(f"it says that it has {count} {what}, and ends before them")
         return count
@@ -291,7 +291,7 @@ class _Reader:
         raise _DamagedError(f"{key} has a value of unknown type {kind}")
 
     def _array(self, kind: int, count: int, key: str) -> Value:
-        """Return an array of numbers as a list, and of strings only their count."""
+        """Return an array of numbers as a list; of strings only their number."""
         if kind in _SCALARS:
             dtype = np.dtype(_SCALARS[kind][1])
             size = self._counted(count, dtype.itemsize, f"values of {key}") * dtype.itemsize
@@ -332,7 +332,7 @@ class _Reader:
 
 
 def _kind(name: str, kind: int) -> tuple[int, int, IntEnum]:
-    """Return the numbers and bytes of a block of a type, and what the gguf package calls it."""
+    """Return the numbers and bytes per block of a type, and its name in the gguf package."""
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:

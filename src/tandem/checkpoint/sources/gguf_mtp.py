@@ -1,6 +1,6 @@
-"""MTP layers in GGUF files: behind a model's own layers, or alone in a file beside the model's.
+"""MTP layers in GGUF files: after a model's own layers, or alone in a file beside the model's.
 
-llama.cpp's converter leaves DeepSeek-V4's out of the model's file; with `--mtp` it writes the layer
+llama.cpp's converter omits DeepSeek-V4's from the model's file. With `--mtp` it writes the layer
 with the token embedding and the output head into a file of its own, `mtp-*.gguf`.
 """
 
@@ -73,7 +73,7 @@ def _layers_in(header: GgufHeader, hidden_size: int) -> list[GgufHeader]:
 
 
 def _alone(header: GgufHeader, layer: int) -> GgufHeader:
-    """Return a layer as a model's only one; embedding and head are the model's for which it is."""
+    """Return a layer as a model of its own, with embedding and head of the model it belongs to."""
     before = f"blk.{layer}."
     tensors = {
         f"blk.0.{name.removeprefix(before)}": tensor

@@ -165,9 +165,9 @@ class PlainTensor:
 
 
 def _placed(blocks: FileBlocks, fmt: WeightFormat, name: str) -> CodedMatrix:
-    """Return the codes of blocks as a format stores them, row by row.
+    """Return the codes of blocks as a format stores them, by row.
 
-    They pass through memory of their own: in a chunk that something kept shares it would stay.
+    They use memory of their own: in a shared chunk, anything that is kept would keep all of it.
     """
     rows, cols, kind = blocks.num_rows, blocks.num_cols, fmt.encoding.scale
     data = torch.empty(fmt.data_bytes(rows, cols), dtype=torch.uint8, device="cpu")
@@ -200,7 +200,7 @@ def _plain_values(tensor: GgufTensor) -> Tensor:
 
 
 def _dequantised(tensor: GgufTensor, expert: int | None) -> Tensor:
-    """Return what blocks, or an expert's, stand for, by the gguf package: fp32."""
+    """Return the values of blocks, or of one expert's, by the gguf package: fp32."""
     from gguf import dequantize
 
     rows = tensor.data if expert is None else tensor.data[expert]

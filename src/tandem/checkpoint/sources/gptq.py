@@ -73,7 +73,7 @@ class GptqWeight(FileWeight):
     zero_offset: int
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return codes and scales where they lie; None if the inputs are reordered."""
+        """Return codes and scales as views of the file; None if the inputs are reordered."""
         if fmt.bits != self.bits or self._order() is not None:
             return None
         words, scales, zeros = self._parts()
@@ -92,7 +92,7 @@ class GptqWeight(FileWeight):
         return Codes("int", codes.to(torch.int16) - middle, scales.contiguous(), None, order)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return words, scales and zero points, row by row."""
+        """Return words, scales and zero points by row."""
         words, scales, zeros = map(self.read_part, ("qweight", "scales", "qzeros"))
         return words.T, scales.T, unpack_bits(zeros, self.bits).T + self.zero_offset
 
@@ -103,7 +103,7 @@ class GptqWeight(FileWeight):
         return input_order(self.files.read(name), self.group_size, name)
 
     def _are_middle(self, zeros: Tensor) -> bool:
-        """Whether codes are symmetric; `ModelError` if the config says so and they are not."""
+        """Whether codes are symmetric; `ModelError` if the config claims it and they are not."""
         middle = 1 << (self.bits - 1)
         if self.is_symmetric and not (zeros == middle).all():
             raise ModelError(

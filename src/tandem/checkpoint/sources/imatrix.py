@@ -72,7 +72,7 @@ def read_dat(path: Path) -> Find:
 
 
 def _by_parameter(names: Container[str], read: Callable[[str], InputSquares]) -> Find:
-    """Find what a file has by llama.cpp's names under the names of a model's parameters."""
+    """Map a file's entries from llama.cpp's names to the names of a model's parameters."""
 
     def find(parameter: str) -> InputSquares | None:
         for architecture in ARCHITECTURES.values():

@@ -75,7 +75,7 @@ class Mxfp4Weight(FileWeight):
     """A matrix, or the matrices of a layer's experts; rows are always the outputs."""
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
-        """Return one matrix's codes and exponents where they lie."""
+        """Return one matrix's codes and exponents as views of the file."""
         codes, scales = self._parts(expert)
         return FileFields(codes, self.shape[-2:], scales)
 

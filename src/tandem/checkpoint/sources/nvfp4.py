@@ -84,7 +84,7 @@ class Nvfp4Weight(FileWeight):
     """Whether values are divided by the factor of the whole matrix, not multiplied with it."""
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
-        """Return codes, scales and the common factor where they lie."""
+        """Return codes, scales and the common factor as views of the file."""
         codes, scales, factor = self._parts()
         return FileFields(codes, self.shape, scales, factor=factor)
 
@@ -95,7 +95,7 @@ class Nvfp4Weight(FileWeight):
         return Codes("nvfp4", nibbles(codes), scales, super_scales=factors)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return two codes a byte, scales as bytes, and an fp32 number."""
+        """Return codes (two a byte), scales as bytes, and an fp32 factor."""
         codes, number, scales = map(self.files.read, self.parts)
         factor = 1 / number.float() if self.is_divided else number.float().clone()
         return codes.view(torch.uint8), scales.view(torch.uint8), factor

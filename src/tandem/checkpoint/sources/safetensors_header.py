@@ -32,9 +32,7 @@ class TensorEntry:
 
     @property
     def most_elements(self) -> int:
-        """The most weights that these bytes can hold: codes may be narrow, floats count one
-        each.
-        """
+        """The largest number of weights in this many bytes: a code may be narrow."""
         bits = _BITS[self.dtype]
         is_float = self.dtype.startswith(("F", "BF")) and bits >= 8
         return math.prod(self.shape) if is_float else self.num_bytes * 8
@@ -92,7 +90,7 @@ def _require_metadata(metadata: object) -> None:
 
 
 def _entry(file: Path, header_bytes: int, name: str, said: object) -> TensorEntry:
-    """Return what a header says of a tensor."""
+    """Return a tensor's entry in a header."""
     if len(name) > _LONGEST_NAME or not name.isprintable():
         raise DamagedJsonError(f"a tensor is called {shown(name)}")
     if not isinstance(said, dict):

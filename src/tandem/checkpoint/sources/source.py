@@ -37,7 +37,7 @@ StoredWeight = FileWeight | GgufWeight
 
 
 class SourceTensor:
-    """An unread weight that passes through Transformers' loader to an operation of ours.
+    """An unread weight that passes through Transformers' loader to an operation of Tandem.
 
     The loader would index it to read it, and then cast it; both return this object unread.
     """
@@ -123,14 +123,14 @@ class Source:
         return FormatFound(expert_format(up, down), rounded, tuple(coded))
 
     def _plain_format(self, parameters: Sequence[str]) -> WeightFormat | None:
-        """Return what holds a projection that is not quantised beside one that is."""
+        """Return the format of an unquantised projection beside a quantised one."""
         found = (self.plain_experts.get(parameter) for parameter in parameters)
         return next((fmt for fmt in found if fmt is not None), None)
 
     def _common_format(
         self, targets: Mapping[str, str], parameters: Sequence[str]
     ) -> tuple[WeightFormat | None, str]:
-        """Return what holds these parameters, and what is rounded to it, if anything."""
+        """Return the format that holds these parameters, and those that must be rounded to it."""
         weights = [w for name, w in self.weights.items() if targets.get(name) in parameters]
         if not weights:
             return None, ""

@@ -56,7 +56,7 @@ def compressed_kernels(device: torch.device) -> DecodeKernels | None:
 
 
 def _works(trial: Callable[[], None], device: torch.device) -> bool:
-    """Tell whether a trial of kernels ends well; warns if it does not."""
+    """Tell whether a trial of kernels succeeds; warns if it does not."""
     try:
         with torch.cuda.device(device):
             trial()
@@ -98,7 +98,7 @@ def stream_kernels(kernels: DecodeKernels | None) -> StreamKernels | None:
 
 
 def _try(kernels: DecodeKernels, device: torch.device) -> None:
-    """Attend to one token, whose value is then the result; raises what is wrong."""
+    """Attend to one token, so that the result is its value; raises an error otherwise."""
     zeros = partial(_zeros, device)
     layer = LayerMemory(_TRIED, 1, 16, torch.float16, zeros)
     places = (torch.zeros(1, dtype=torch.int64, device=device),) * 2  # slot 0, position 0
@@ -119,7 +119,7 @@ def _try(kernels: DecodeKernels, device: torch.device) -> None:
 
 
 def _try_compressed(kernels: DecodeKernels, device: torch.device) -> None:
-    """Attend in a window beside a compressed key, make and select such keys, mix streams."""
+    """Try a window beside a compressed key, making and selecting such keys, and mixing streams."""
     states, streams = state_kernels(kernels), stream_kernels(kernels)
     assert states is not None
     assert streams is not None

@@ -30,7 +30,7 @@ def find_chains(graph: Graph) -> Iterator[Found]:
 
 
 def _parts(graph: Graph, operation: Operation) -> tuple[str, list[Ref | float]] | None:
-    """Return an operation's kind and operands; None for one that no chain has."""
+    """Return an operation's kind and operands; None if it cannot be part of a chain."""
     from tandem.triton_kernels.chains import KINDS, dtype_code
 
     result = operation.outputs[0] if len(operation.outputs) == 1 else None
@@ -57,7 +57,7 @@ def _is_operand(value: object, graph: Graph) -> TypeGuard[Ref | float]:
 
 
 def _grown(graph: Graph, root: Operation) -> tuple[list[Operation], list[Ref]]:
-    """Return an operation together with those that only it reads, and their inputs."""
+    """Return an operation together with its exclusive inputs' operations, and their inputs."""
     from tandem.triton_kernels.chains import MOST_SOURCES, MOST_STEPS
 
     shape = graph.tensor(_result(root)).shape

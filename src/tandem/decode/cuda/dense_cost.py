@@ -1,8 +1,8 @@
 """What a decode step on a GPU costs beside its experts: timed as it will run, in captured segments.
 
-The model's own code takes several times as long, which is the host's time and not the GPU's. Steps
-are timed as one graph without experts, and once more in segments, with what every planned layer
-costs whatever is planned: a break, and a wait for the router's choice.
+The model's own code takes several times as long because of the host. Steps are timed as one graph
+without experts, and again in segments with the costs of every planned layer: a graph break, and a
+wait for the router's choice.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _PROMPT_TOKENS, _STEPS_BEFORE, _STEPS = 16, 8, 12
 
 
 class _HandOver(NoExperts):
-    """Learns what the routers chose, and computes nothing."""
+    """Reads the routers' choices, and computes nothing."""
 
     def __init__(self, store: HostStore, device: Device) -> None:
         super().__init__(store)
@@ -42,7 +42,7 @@ class _HandOver(NoExperts):
 
 
 class _NoLayers:
-    """Computes nothing, inside a graph."""
+    """Computes nothing inside a graph."""
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions

@@ -1,8 +1,8 @@
-"""Groups of a recorded step that become one launch on a GPU: found as on the CPU, and more.
+"""Groups of a recorded step that become one launch on a GPU: those of the CPU, and more.
 
-A sum that a norm reads is done with it; two rotary embeddings with the same angles are one launch,
-and so is what else is computed value by value (`tandem.decode.cuda.chains`). Recurrences read keys
-that several heads share where they are.
+A sum is computed with the norm that reads it. Two rotary embeddings with the same angles are one
+launch, and so are chains of elementwise operations (`tandem.decode.cuda.chains`). Recurrences read
+keys that several heads share without repeating them.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def _sums_with_norms(graph: Graph) -> Iterator[Found]:
 
 
 def _settings(operation: Operation, function: object) -> dict[str, object] | None:
-    """Return what an operation has beside its tensors, if it stands for a call of this function."""
+    """Return an operation's other arguments if it calls this function; otherwise None."""
     call = operation.function
     return call.keywords if isinstance(call, partial) and call.func is function else None
 
@@ -73,7 +73,7 @@ def _are_alike(graph: Graph, *refs: Ref) -> bool:
 
 
 def _pairs_of_rotaries(graph: Graph) -> Iterator[Found]:
-    """Find two embeddings by the same angles, as of queries and keys."""
+    """Find pairs of rotary embeddings with the same angles, such as of queries and keys."""
     from tandem.triton_kernels import operations
 
     waiting: dict[object, Operation] = {}

@@ -1,15 +1,15 @@
 """A decode step as CUDA graphs: between the experts of two layers, nothing but a replay.
 
-The model's own code runs once while its work is captured. Experts are graph breaks: there a graph
-segment ends, and the next begins with a tensor that stands for the experts' result. A replay runs
-segment, experts, segment, experts, to the end. Rows that come from the disk are graph breaks too.
-Everything lies at addresses that stay:
+The model's own code runs once while its work is captured. Experts are graph breaks: a graph segment
+ends there, and the next begins with a tensor that stands for the experts' result. A replay runs
+segment, experts, segment, experts, to the end. Rows that are read from the disk are graph breaks
+too. All addresses are fixed:
 
     inputs (ids, positions, masks, KV cache) -> segment -> hidden, choice, weights (kept)
       -> executor -> copied into the result's tensor -> next segment
 
-A segment of many layers is several graphs: a launch takes the host a microsecond for each kernel,
-and the GPU begins when it has been launched.
+A segment of many layers is several graphs: a launch takes the host a microsecond per kernel, and
+the GPU begins only after the launch.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class GraphLayers(Protocol):
         """Queue a layer; None if it needs a graph break."""
 
     def hear(self, layer: int, hidden: Tensor) -> bool:
-        """Take what a layer's router reads; False: the host must be told between segments."""
+        """Take what a layer's router reads; False: the host must be called between segments."""
 
     def around(self) -> AbstractContextManager[None]:
         """Return a context for every run of the step: its dry run, and each replay."""
@@ -99,13 +99,13 @@ class GraphLayers(Protocol):
 class Announced:
     """Intercepts calls of a step whose tokens the host announced: reading ids back would wait.
 
-    Padding tokens choose no experts, by `pad`.
+    `pad` gives padding tokens no experts.
     """
 
     is_capturing = True
 
     def __init__(self, pad: Pad = lambda index: index) -> None:
-        """Intercept a step's calls, with `pad` for routers' choices."""
+        """Intercept a step's calls; `pad` changes the routers' choices."""
         self._pad = pad
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
@@ -114,11 +114,11 @@ class Announced:
 
 
 class _DryRun:
-    """Does once, outside of a capture, what will be captured; where that would wait, it raises.
+    """Runs the captured code once before the capture; raises where it would wait.
 
-    So a step that cannot be captured breaks no capture, which torch does not survive unharmed.
-    And kernels are compiled and loaded: CUDA loads no code while it captures, and tables that are
-    made on first use would be copied.
+    A step that cannot be captured must not break a capture, because torch does not recover from
+    that. The dry run also compiles and loads kernels, since CUDA loads no code during a capture,
+    and makes tables that are made on first use.
     """
 
     is_capturing = True
@@ -176,7 +176,7 @@ class _GraphBreaker:
 
 
 class _PaddedRecorder(Recorder):
-    """Records a step for a capture: its breaks stay opaque calls, which a capture meets again."""
+    """Records a step for a capture: its graph breaks stay opaque calls for the capture."""
 
     def __init__(self, pad: Pad) -> None:
         super().__init__()
@@ -218,9 +218,9 @@ def _is_heard(layers: GraphLayers | None, args: tuple[Any, ...]) -> bool:
 def _handed_over(
     kind: str, args: tuple[object, ...], layers: GraphLayers | None, pad: Pad
 ) -> tuple[tuple[Any, ...], Tensor | None]:
-    """Return a call's arguments as a segment hands them over: dense and each by itself.
+    """Return a call's arguments in the form in which a segment hands them over: dense and separate.
 
-    And the result, if `layers` compute it inside the segment.
+    The result is added if `layers` compute it inside the segment.
     """
     if kind == EXPERTS:
         args = _padded(args, pad)
@@ -242,11 +242,12 @@ class CapturedStep:
         plain: Callable[[], Tensor],
         save: Save,
     ) -> None:
-        """Take segments with what comes after each, and the tensor that the last one writes.
+        """Take segments, each with the call after it, and the tensor that the last one writes.
 
-        Every run is inside `around`. `captured` is kept: it holds tensors that the segments read,
-        such as weights in fp32, and a graph itself keeps no memory but its own. Where a run waits
-        too long for a disk, `plain` does the step instead, after what `save` has returned.
+        Every run is inside `around`. `captured` is kept alive: it holds tensors that the segments
+        read, such as weights in fp32, while a graph keeps only its own memory. If a run waits too
+        long for a disk, `plain` computes the step instead, after the function that `save` returned
+        has restored the state.
         """
         self._segments, self._result, self._around = segments, result, around
         self._captured, self._plain, self._save = captured, plain, save
@@ -288,13 +289,12 @@ def new_graphed_step(
     is_like_trusted: bool = False,
     why_not: str | None = None,
 ) -> ReplayedStep:
-    """Return a decode step that is captured the first time; `step` is the model's own code.
+    """Return a decode step that is captured at its first run; `step` is the model's own code.
 
-    `record_first` does it and returns it in fewer operations, which are captured in its place.
-    `find_layers` is asked at the capture: what it finds holds as long as the segments. Padding
-    tokens choose no expert, by `pad`. Replays with graph breaks run inside `deferring`:
-    what experts leave to later is done behind the next replay's launch. The rest is as of
-    `ReplayedStep`.
+    `record_first` runs it and returns it as fewer operations, which are captured instead.
+    `find_layers` is called at the capture; its result stays valid with the segments. Padding tokens
+    choose no expert, by `pad`. Replays with graph breaks run inside `deferring`: work that experts
+    defer runs after the next replay's launch. The other arguments are those of `ReplayedStep`.
     """
 
     def plain() -> Tensor:
@@ -344,7 +344,7 @@ def _shortest(
     record_first: Callable[[], Callable[[], Tensor]] | None,
     capture: Callable[[Callable[[], Tensor]], Captured],
 ) -> Captured:
-    """Capture a step in fewer operations if it can be had so, else as the model does it."""
+    """Capture a step in fewer operations if possible, otherwise the model's own code."""
     if record_first is not None:
         try:
             return capture(record_first())
@@ -365,7 +365,7 @@ def _shortest(
 def _run_dry(
     step: Callable[[], Tensor], capture: Capture, layers: GraphLayers | None, pad: Pad
 ) -> None:
-    """Run a step as it will be captured, again where it waited too long for a disk."""
+    """Run a step as it will be captured; repeat it if it waited too long for a disk."""
     for left in reversed(range(_DRY_RUNS)):
         around = contextlib.nullcontext() if layers is None else layers.around()
         dry_run = intercepted(_DryRun(capture, layers, pad))
@@ -384,7 +384,7 @@ def _captured(
     layers: GraphLayers | None,
     pad: Pad,
 ) -> Captured:
-    """Capture a step that has run once, which makes masks, compiled kernels and workspaces."""
+    """Capture a step that has run once and so has made masks, compiled kernels and workspaces."""
     capture = make_capture()
     _run_dry(step, capture, layers, pad)
     breaker = _GraphBreaker(capture, layers, pad)

@@ -16,7 +16,7 @@ from tandem.policy.step_path import MAX_GRAPH_TOKENS
 
 
 class HandedGraph:
-    """Computes the layers of one captured step of so many tokens."""
+    """Computes the layers of one captured step of a fixed number of tokens."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class HandedGraph:
 
 
 def handed_graph(executor: Executor | None, num_tokens: int) -> HandedGraph | None:
-    """Return what hands a step's layers over; None if they must be graph breaks.
+    """Return the object that hands over a step's layers; None if they must be graph breaks.
 
-    None behind executors that pass calls on, because these see or change each call. One that forces
-    a routing in the model's own form announces it before a step.
+    None for executors that pass calls on, because they see or change each call. One that forces a
+    routing in the model's own form announces it before a step.
     """
     forced = executor if isinstance(executor, ForcedRouting) else None
     inner = executor if forced is None else forced.inner

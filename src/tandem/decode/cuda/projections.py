@@ -24,7 +24,7 @@ def find_projections(graph: Graph) -> Iterator[Found]:
 
 
 def _seen_through(graph: Graph, rows: Ref) -> Ref:
-    """Return the tensor whose rows each layer sees in a view of its own."""
+    """Return the tensor whose rows each layer reads through a view of its own."""
     view = graph.made_by(rows, "reshape") or graph.made_by(rows, "view")
     if view is None or not graph.shares_memory(view.args[0], rows):
         return rows

@@ -111,9 +111,10 @@ class GraphedLayers:
 
 
 def graphed_layers(executor: Executor | None) -> GraphedLayers | None:
-    """Return what computes layers inside a segment if all experts are resident; else None.
+    """Return the object that computes layers inside a segment if all experts are resident; else
+    None.
 
-    None behind executors that pass calls on, because these may change the router's choice.
+    None for executors that pass calls on, because they may change the router's choice.
     """
     if executor is None or executor.cache is None or not isinstance(executor.device, CudaDevice):
         return None

@@ -1,8 +1,7 @@
-"""Sequence slots on a GPU: tokens of any of them go through a step, several of a slot too.
+"""Sequence slots on a GPU: a step has tokens of any slots, also several of one slot.
 
-A step has 1, 2, 4, 8... tokens, so that few sizes are captured; which slots they belong to is an
-input. Padding tokens fill a step up to its size: their choice of experts becomes padding, and what
-they write lies behind what a slot holds.
+A step has 1, 2, 4, 8... tokens, so that few sizes are captured; its slots are an input. Padding
+tokens fill a step up to its size: they choose no experts, and they write after a slot's contents.
 """
 
 import contextlib
@@ -72,11 +71,11 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     ) -> None:
         """Make slots with room for `capacity` tokens each; they grow.
 
-        `kv_dtype` is what keys and values are kept in, `find_kernels` returns what attends in a
-        model. Without `make_capture` steps run as they are; `layers` compute the experts of
-        captured ones, in place of what the executor has for it. With `notes_hidden`, `hidden` and
-        `on_hidden` tell, on the host, what the output head reads. Raises
-        `NotInSlotsError` for a model that keeps more than keys and values.
+        `kv_dtype` is the dtype of keys and values; `find_kernels` returns a model's attention
+        kernels. Without `make_capture` steps are not captured; `layers` compute the experts of
+        captured steps, in place of the executor's own object. With `notes_hidden`, `hidden` and
+        `on_hidden` report the output head's input, on the host. Raises `NotInSlotsError` for a
+        model that keeps more than keys and values.
         """
         # Kernels attend to all positions, or to windows and compressed keys; torch to positions
         # that an indexer has selected.
@@ -103,7 +102,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @property
     def step(self) -> ReplayedStep:
-        """The decode step that ran last, or else that of all slots."""
+        """The last decode step, or that of all slots."""
         return (self._last or self._step_at(_padded_size(self.num_slots))).replayed
 
     @torch.inference_mode()
@@ -194,7 +193,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         return logits
 
     def _report(self, but: _Step | None = None) -> None:
-        """Report to listeners the layers of segments, but for those of a step's last replay."""
+        """Report the layers of segments to listeners, except those of a step's last replay."""
         for step in self._steps.values():
             for layers in step.resident:
                 layers.report(but=int(step is but))
@@ -207,7 +206,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         return self._inputs[count]
 
     def _follow_executor(self) -> None:
-        """Drop what was captured for another executor, other slots, or before all were resident."""
+        """Drop steps that were captured for another executor, other slots, or partial residency."""
         executor = self._model.executor
         if executor is not None:
             executor.settle()  # a replay of whole steps would never come to it
@@ -307,10 +306,10 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     def _with_room(
         self, work: Callable[[], Tensor], slots: Sequence[int], *, can_repeat: bool = True
     ) -> Tensor:
-        """Do some work; if the GPU is out of memory, experts make room and the work is repeated.
+        """Run some work; if the GPU is out of memory, shrink the expert cache and repeat it.
 
-        So the slots' states are copied before, unless `can_repeat` is false: a replayed step's
-        are too large to copy for each token. Raises `CapacityError` if no more room can be made.
+        The slots' states are copied before, unless `can_repeat` is false: those of a replayed step
+        are too large to copy for each token. Raises `CapacityError` if no more memory can be freed.
         """
         while True:
             put_back = _nothing
@@ -328,7 +327,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             self._follow_executor()  # what was captured may read slots that are gone
 
     def _make_room(self) -> bool:
-        """Give some of the expert cache's memory to whatever needs it; False if there is none."""
+        """Give some of the expert cache's memory to others; False if there is none."""
         executor = self._model.executor
         if not isinstance(executor, HybridExecutor) or executor.cache.num_slots == 0:
             return False
@@ -396,5 +395,5 @@ def _no_capture() -> Capture:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a GPU the current one, on which streams are looked up and kernels launched."""
+    """Make a GPU the current one, which decides the streams and the place of launches."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -125,7 +125,7 @@ def _load_layer(
 def _joined(
     head: PreTrainedModel, beside: Mapping[str, Tensor], tokens: nn.Module, dtype: torch.dtype
 ) -> MtpEmbedding:
-    """Return what joins a token and what was made of the one before it, for a layer's model."""
+    """Return the projection of a token and the previous hidden state, for a layer's model."""
     decoder, streams = head.get_decoder(), num_streams(head.config)
     parts: dict[str, nn.Module] = {}
     for name, weight in beside.items():
@@ -147,7 +147,7 @@ def _joined(
 
 
 def _without_norm(tokens: nn.Module) -> nn.Module:
-    """Return embeddings as they are stored: Inkling's layers have norms of their own for them."""
+    """Return embeddings without the model's norm: Inkling's layers have their own."""
     if not hasattr(tokens, "embed_norm"):
         return tokens
     stored: nn.Module = nn.Embedding.from_pretrained(tokens.get_parameter("weight"))
@@ -155,7 +155,7 @@ def _without_norm(tokens: nn.Module) -> nn.Module:
 
 
 def _on_host(module: nn.Module) -> nn.Module:
-    """Return a module of a model in host memory, where the layer is computed; a copy from a GPU."""
+    """Return a module of a model in host memory, where the layer runs; from a GPU it is a copy."""
     if isinstance(module, HostEmbedding):
         found: nn.Module = module.on_host
         return found
@@ -195,7 +195,7 @@ def _config(model: PreTrainedModel, depth: int, names: Iterable[str]) -> PreTrai
 
 
 def _stated_config(text: PreTrainedConfig, depth: int) -> PreTrainedConfig | None:
-    """Return what a config itself says of an MTP layer, by Transformers; None: too little."""
+    """Return an MTP layer's config from the model's by Transformers; None: it says too little."""
     if (value_of(text, "num_mtp_layers") or 0) <= depth or not hasattr(text, "get_mtp_config"):
         return None
     try:
@@ -220,7 +220,7 @@ def _usual_config(text: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _compression(names: Iterable[str]) -> str:
-    """Return what kind of attention a layer of DeepSeek-V4 has, by its tensors."""
+    """Return a DeepSeek-V4 layer's kind of attention, by its tensors."""
     if any("indexer" in name for name in names):
         return "compressed_sparse_attention"
     has_compressor = any("compressor" in name for name in names)
@@ -269,7 +269,7 @@ def _loaded(
 
 
 def _taken_apart(state: Mapping[str, Tensor]) -> dict[str, object]:
-    """Return tensors with gate and up projections apart, whose rows were one of each in turn."""
+    """Return gate and up projections as separate tensors; their rows were interleaved."""
     apart: dict[str, object] = {}
     for name, values in state.items():
         if GATE_UP_ROWS not in name:

@@ -1,7 +1,7 @@
-"""What Tandem computes in place of a model's own code: a file each, and its line here.
+"""What Tandem computes in place of a model's own code: one file each, registered here.
 
-The other ways in are Transformers' registry of attention functions (`attention`) and, for what a
-prompt computes between its layers, torch's functions (`prompt_operations`).
+Two other mechanisms: Transformers' registry of attention functions (`attention`), and torch's
+functions between a prompt's layers (`prompt_operations`).
 """
 
 from collections.abc import Callable, Mapping

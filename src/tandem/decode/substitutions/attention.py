@@ -43,10 +43,10 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend with the KV cache of the step: (b, heads, n, dim) -> (b, n, heads, dim).
 
-    Either one sequence of n tokens, of all slots one after the other, or b slots with one token
-    each. `key` and `value` are those of the step's tokens alone. `indices` (b, n, most) are the
-    positions that an indexer selected for each token, as in `SlotCache.select`; `block_indices` are
-    blocks by head. A bias has states (b, heads, n, dim). `sinks` (b, heads, n, 1) are by token,
+    The call has either one sequence of n tokens, of all slots concatenated, or b slots with one
+    token each. `key` and `value` are only those of the step's tokens. `indices` (b, n, most) are
+    the positions that an indexer selected for each token, as in `SlotCache.select`; `block_indices`
+    are blocks by head. A bias has states (b, heads, n, dim). `sinks` (b, heads, n, 1) are by token,
     `s_aux` (heads,) for all tokens.
     """
     cache = _cache_of_step()
@@ -100,7 +100,7 @@ def _cache_of_step() -> SlotCache:
 
 
 class _Visible(NamedTuple):
-    """What a token sees of those before it."""
+    """The tokens before a token that it may attend to."""
 
     indices: Tensor | None
     """The positions or blocks that an indexer selected; None: all."""
@@ -128,7 +128,7 @@ def _visible(
 
 
 def _attend_to_given(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Attend to all of the keys that are given: (b, heads, n, dim) -> (b, n, heads, dim)."""
+    """Attend to all given keys: (b, heads, n, dim) -> (b, n, heads, dim)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)

@@ -1,8 +1,8 @@
-"""Compressed attention (DeepSeek-V4's) in slots: beside a window, one key for every so many tokens.
+"""Compressed attention (DeepSeek-V4's) in slots: beside a window, one key per compressed window.
 
-A compressor's own code gathers the windows of one batch of equal lengths and returns all keys so
-far. Here each token has the key of the window that it ends, if it ends one; the cache keeps it, and
-attention reads it beside the window. Where an indexer selects keys, these alone.
+A compressor's own code gathers the windows of a batch of equal lengths and returns all keys so far.
+Here each token that ends a window has the window's key. The cache keeps it, and attention reads it
+beside the window. Where an indexer selects keys, attention reads only these.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ def _compress(
     cache: DynamicCache,
     layer_idx: int,
 ) -> tuple[Tensor, None]:
-    """Hand the step's keys to attention by way of the cache: none are returned, and no mask."""
+    """Pass the step's keys to attention through the cache; return no keys and no mask."""
     layer = cache.layers[layer_idx]
     key = _keys(compressor, layer.states, "compressor", hidden_states, position_ids)
     selected = None
@@ -63,7 +63,7 @@ def _compress(
 def _keys(
     module: ModelPart, states: StateHandle, kind: str, hidden: Tensor, position_ids: Tensor
 ) -> Tensor:
-    """Return the keys (b, n_tokens, dim) of windows that tokens end, turned as their first is.
+    """Return the keys (b, n_tokens, dim) of windows that tokens end, rotated like the first token.
 
     Those of other tokens are zeros.
     """
@@ -76,7 +76,7 @@ def _keys(
 
 
 def _rotated(module: ModelPart, heads: Tensor, position_ids: Tensor) -> Tensor:
-    """Turn (b, heads, n_tokens, dim) by the model's own code."""
+    """Rotate (b, heads, n_tokens, dim) by the model's own code."""
     cos, sin = module.rotary_emb(
         heads, position_ids=position_ids, layer_type=module.rope_layer_type
     )

@@ -1,7 +1,7 @@
-"""Attention with a bias by distance that is made of each token's hidden state: Inkling's, both.
+"""Attention with a distance bias that depends on each token's hidden state: Inkling and Inkling 2.
 
-Models make a matrix of it, of every token of a row with every other; tokens of any slots have
-distances of their own, so attention is given what the bias is made of.
+The models compute a matrix of all pairs of tokens in a sequence. Tokens of any slots have distances
+of their own, so attention gets the inputs of the bias instead.
 """
 
 import torch
@@ -25,7 +25,7 @@ def _attention(
     cache: DynamicCache | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None] | None:
-    """Inkling's attention, (b, n_tokens, width); farther on its scores grow with the position."""
+    """Inkling's attention, (b, n_tokens, width); its bias is within an extent."""
     step = current_cache()
     if step is None or cache is None:
         return None
@@ -63,7 +63,7 @@ def _position_bias(
 
 
 def _relative_distance(inputs_embeds: Tensor, *args: object, **kwargs: object) -> Tensor | None:
-    """Nothing, in place of a matrix that no bias of ours reads."""
+    """Return nothing in place of the matrix, which Tandem's bias does not read."""
     return None if current_cache() is None else inputs_embeds.new_empty(0)
 
 

@@ -1,9 +1,9 @@
 """Hyper-connections (DeepSeek-V4, GLM-5-Next, HunYuan V4): residual streams in and out of a layer.
 
-What mixes them into a layer's input is a module of its own. The way back is a line of the layer's
-code: weights times the layer's output, and a matrix of weights times the streams. There these
-weights are stand-ins, which note what the line does with them; as soon as it is what is known
-here, it is one operation. Any other use takes the weights as they are.
+A module mixes the streams into a layer's input. The way back is a line of the layer's code: weights
+times the layer's output, plus a matrix of weights times the streams. Its weights are replaced by
+objects that record what the line does with them. Once the line has the known form, it becomes one
+operation; any other use gets the plain weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ _is_head = has("hc_fn", "hc_base", "hc_scale", "hc_mult", "eps", "input_norm")
 
 
 def _connection_of(module: ModelPart) -> HyperConnection | None:
-    """Return what a module does with the streams; None for one of another form."""
+    """Return a module's parameters for mixing streams; None for a module of another form."""
     n, eps, norm_eps = module.hc_mult, module.hc_eps, module.input_norm.eps
     if len(module.fn) == (2 + n) * n and hasattr(module, "hc_sinkhorn_iters"):
         return HyperConnection(norm_eps, eps, 2.0, 0.0, module.hc_sinkhorn_iters)
@@ -74,9 +74,9 @@ def _collapse(self: ModelPart, x: Tensor) -> Tensor | None:
 
 
 def _kernels_for(streams: Tensor, matrix: Tensor) -> StreamKernels | None:
-    """Return what mixes streams where they are; None: the model's own code, as in a GPU's prompts.
+    """Return the kernels that mix streams; None: the model's own code, as in a GPU's prompts.
 
-    There every token would read the matrix for itself.
+    In a prompt every token would read the matrix again.
     """
     cache = current_cache()
     are_known = all(x.dtype in VALUE_DTYPES for x in (streams, matrix))
@@ -92,7 +92,7 @@ def _kernels_for(streams: Tensor, matrix: Tensor) -> StreamKernels | None:
 
 @dataclass(frozen=True, slots=True)
 class _CpuStreams:
-    """Native operations, which recordings see."""
+    """Native operations, which recordings can record."""
 
     threads: CpuThreads
 
@@ -107,7 +107,7 @@ class _CpuStreams:
 
 @dataclass(frozen=True, slots=True)
 class _WayBack:
-    """The operand of a layer's output on the way back to the streams."""
+    """The operands of the update of residual streams by a layer's output."""
 
     kernels: StreamKernels
     weights: Tensor
@@ -117,7 +117,7 @@ class _WayBack:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Stands for weights of the way back while a layer's code carries them there."""
+    """Stands for the weights of the way back while a layer's code uses them."""
 
     start: Tensor
     """As `mix_in` returned them."""
@@ -132,18 +132,18 @@ class _Weights:
 
     @property
     def tensor(self) -> Tensor:
-        """The weights after these steps."""
+        """The weights after the recorded steps."""
         done = self.start
         for name, args in self.steps:
             done = getattr(done, name)(*args)
         return done
 
     def __mul__(self, other: object) -> object:
-        """Weigh a layer's output."""
+        """Multiply a layer's output by the weights."""
         return self._then("__mul__", other)
 
     def __add__(self, other: object) -> Tensor:
-        """Add the mixed streams to what was weighed."""
+        """Add the mixed streams to the weighted output."""
         if isinstance(other, _Weights) and other.back is self.back:
             y = self._output_beside(other)
             if y is not None:
@@ -152,7 +152,7 @@ class _Weights:
         return result
 
     def _output_beside(self, mixed: "_Weights") -> Tensor | None:
-        """Return the layer's output, if the steps are those of `csrc/hyper_connections.hpp`."""
+        """Return the layer's output if the recorded steps are those of the native operation."""
         streams, dtype = self.back.streams, self.back.streams.dtype
         match self.steps, mixed.steps:
             case (
@@ -176,7 +176,7 @@ class _Weights:
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Note a product with the streams; give any other function of torch the weights."""
+        """Record a product with the streams; pass the plain weights to other torch functions."""
         if function is torch.matmul and isinstance(args[0], cls) and not kwargs:
             return args[0]._then("matmul", *args[1:])
         args, kwargs = mapped(_tensor_of, (args, dict(kwargs or {})))

@@ -1,9 +1,9 @@
 """Latent attention (DeepSeek, GLM, Kimi, Mistral) over a cache that keeps the latents themselves.
 
-Modules of this kind make keys and values of latents in a method that has one name and one body in
-all of Transformers. In a shallow copy it hands the latents on, and attention is asked for here:
-a decode step's queries are taken to the latents' space by what would have made keys, and what is
-attended is taken back by what would have made values; both are products by head.
+Modules of this kind expand latents to keys and values in a method with one name and body in all of
+Transformers. In a shallow copy this method passes the latents on, and attention is called here. A
+decode step's queries are multiplied by the matrices of keys, and the attended latents by the
+matrices of values; both are products by head.
 """
 
 import dataclasses
@@ -54,8 +54,8 @@ LATENTS = Substitution(_is_known, _keep_latents, "expand_kv")
 def attend_latents(module: ModelPart, cache: SlotCache, call: AttentionCall) -> Tensor:
     """Attend as `SlotCache.attend` does, with the tensors that `_keep_latents` returned.
 
-    The query is for expanded keys, the form is that of the one latent key. Returns (n_tokens,
-    heads, value dim) of expanded values.
+    The query is for expanded keys; the form is that of the single latent key. Returns expanded
+    values (n_tokens, heads, value dim).
     """
     if cache.shares_values:
         call = call._replace(value=call.value[..., :0])
@@ -76,7 +76,7 @@ def attend_latents(module: ModelPart, cache: SlotCache, call: AttentionCall) -> 
 
 
 def _expand(module: ModelPart, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values (heads, n, dim) of kept (n, latent + rotary), by the module's code."""
+    """Return expanded keys and values (heads, n, dim) of latents (n, latent + rotary)."""
     latents, rotary = kept[None, None].split(
         [module.kv_lora_rank, kept.shape[-1] - module.kv_lora_rank], dim=-1
     )
@@ -118,9 +118,9 @@ def _product(weight: Tensor, x: Tensor) -> Tensor:
 def _packed_by_head(
     projection: PackedLinear, num_heads: int, num_plain: int
 ) -> tuple[list[DenseWeight], list[DenseWeight]]:
-    """Return what makes keys, turned and in bf16, and the packed rows that make values, by head.
+    """Return the matrices of keys, transposed and in bf16, and the packed rows of values, by head.
 
-    Rows that are no whole blocks, or whose columns are in another order, are bf16 too.
+    Rows that are not whole blocks, or whose columns are reordered, are bf16 too.
     """
     each = projection.out_features // num_heads
     rows = torch.arange(projection.out_features, device="cpu").view(num_heads, each)

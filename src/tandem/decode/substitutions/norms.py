@@ -1,8 +1,8 @@
-"""Norms of prompts in one pass: torch makes seven over a prompt's activations.
+"""Norms of prompts in one pass; torch makes seven passes over a prompt's activations.
 
-Norms are known by what they compute, not by their class: a module with one vector of weights, or
-without any, that does to random rows, or to rows and gates, what the kernel does. Decode steps keep
-the model's own, which are recorded.
+Norms are recognised by what they compute, not by their class: a module with one vector of weights,
+or none, that gives the kernel's results for random rows, or rows and gates. Decode steps keep the
+model's own norms, which are recorded.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class _Kind(NamedTuple):
 
 
 def _may_be_norm(module: nn.Module) -> bool:
-    """Tell whether a vector of weights is all that a module has, if it has one, without hooks."""
+    """Tell whether a module has at most one vector of weights, and no hooks."""
     parameters = dict(module.named_parameters(recurse=False))
     is_bare = not [*module.children(), *module.buffers(recurse=False)]
     if not is_bare or parameters.keys() - {"weight"} or "forward" in vars(module):
@@ -58,7 +58,7 @@ def _eps(module: nn.Module) -> float | None:
 
 
 def _native_norm(self: ModelPart, x: Tensor, gate: Tensor | None = None) -> Tensor | None:
-    """Norm rows while a prompt runs, if the class does what the kernel does."""
+    """Apply a norm while a prompt runs, if the class computes what the kernel does."""
     ops, weight, has_gate = active_operations(), _weight(self), gate is not None
     if ops is None or x.dtype not in VALUE_DTYPES or x.device.type != "cpu":
         return None
@@ -114,7 +114,7 @@ def _find_kind(
 def _norm(
     ops: PromptOperations, x: Tensor, gate: Tensor | None, weight: Tensor | None, kind: _Kind
 ) -> Tensor | None:
-    """Norm the rows of x, natively; None where they, or those of the gate, lie unevenly apart."""
+    """Apply the norm to the rows of x natively; None if strides are irregular."""
     cols = x.shape[-1] // kind.num_groups
     rows, gates = (
         None if part is None else part.unflatten(-1, (kind.num_groups, cols)) for part in (x, gate)

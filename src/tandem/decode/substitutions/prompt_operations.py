@@ -1,9 +1,9 @@
-"""What torch would compute of a prompt besides its layers and attention, natively.
+"""Torch functions that a prompt calls between its layers and attention, computed natively.
 
-While a prompt runs, each torch function that the model's code calls comes by here: residuals,
-routers, activations, angles. Those that the small native operations know (csrc/tensor_ops.hpp) are
-theirs, with the same results but for a last bit; the others stay torch's. Decode steps are not met:
-they are recorded (decision 8).
+While a prompt runs, each torch function that the model's code calls is intercepted: residuals,
+routers, activations, angles. Those that the small native operations know (csrc/tensor_ops.hpp) run
+natively, with the same results except for a last bit. Decode steps are not intercepted: they are
+recorded (decision 8).
 """
 
 import functools
@@ -85,10 +85,10 @@ class PromptOperations(Meeting, TorchFunctionMode):
         program.run()
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
-        """Return rotary embeddings of halves, of one sequence; None for other shapes.
+        """Return half-wise rotary embeddings of one sequence; None for other shapes.
 
         `x` is (1, heads, n, dim) or (1, n, heads, dim) with the heads in dimension `heads`; tables
-        are (1, n, rotated), and only the first `rotated` values of a head turn.
+        are (1, n, rotated), and only the first `rotated` values of a head are rotated.
         """
         tokens = 3 - heads
         num_tokens, rotated = cos.shape[-2:]
@@ -109,9 +109,9 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return out.transpose(1, 2) if heads == 1 else out
 
     def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
-        """Return rotary embeddings of neighbours, of one sequence; None for other shapes.
+        """Return pair-wise rotary embeddings of one sequence; None for other shapes.
 
-        As `rotate`, but tables (1, n, pairs) are of the pairs that a head ends with.
+        As `rotate`, but the tables (1, n, pairs) apply to the last pairs of neighbours of a head.
         """
         tokens = 3 - heads
         num_tokens, pairs = cos.shape[-2:]
@@ -168,9 +168,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return out
 
     def before(self, x: Tensor) -> Tensor:
-        """Return the bf16 tensor from which an fp32 one was converted, if it was; else the
-        tensor.
-        """
+        """Return the bf16 tensor that an fp32 one was converted from, or the tensor itself."""
         return self._widened[id(x)][1] if id(x) in self._widened else x
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -202,7 +200,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _is_known(x: object) -> TypeGuard[Tensor]:
-    """Tell whether this is a tensor of values that lies in the host's memory."""
+    """Tell whether this is a tensor of values in host memory."""
     if not isinstance(x, Tensor) or type(x) not in _PLAIN:
         return False
     return x.device.type == "cpu" and x.dtype in FLOAT_DTYPES

@@ -1,8 +1,8 @@
-"""Recurrences and short convolutions in place of functions that modelling files call by name.
+"""Recurrences and short convolutions that replace functions which modelling files call by name.
 
-Transformers' models of linear attention and state spaces share a few functions: their names, their
-arguments, their meaning (docs/decisions/0010-named-operations.md). Without a state of ours they are
-the model's own.
+Transformers' models of linear attention and state spaces share a few functions: names, arguments,
+meaning (docs/decisions/0010-named-operations.md). Without a state of Tandem's the model's own
+functions run.
 """
 
 from collections.abc import Mapping
@@ -136,7 +136,7 @@ def _scan_token(
 ) -> Tensor | None:
     """Mamba over one token, (b, channels), or Mamba-2, (b, heads, head_dim).
 
-    Mamba-2's come spread over values, all but B and C.
+    Mamba-2's arguments are expanded over values, except B and C.
     """
     if not isinstance(state, StateHandle):
         return None
@@ -184,7 +184,7 @@ def _selective_scan_prompt(
     return_last_state: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, State] | None:
-    """Mamba over (b, channels, n_tokens); it is not given the state, which the convolution was."""
+    """Mamba over (b, channels, n_tokens); its state is that of the convolution's layer."""
     cache = current_cache()
     handle = None if cache is None else cache.states_asked_for
     if handle is None or not return_last_state:

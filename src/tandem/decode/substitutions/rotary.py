@@ -1,8 +1,9 @@
 """Rotary embeddings in one pass, in place of the function that models call for them.
 
-In prompts on the CPU; of neighbours in a GPU's decode steps, too. The function is known by its name
-and parameters, and trusted when it has turned random heads as the kernels do: halves against each
-other, of whole heads or of their first values; or neighbours, of those that a head ends with.
+This is for prompts on the CPU, and for pairs of neighbours also in a GPU's decode steps. The
+function is found by its name and parameters, and accepted if it rotates random heads as the kernels
+do: by halves (whole heads or their first values), or by pairs of neighbours (the last ones of a
+head).
 """
 
 import functools
@@ -64,7 +65,7 @@ def _has_gpu_kernels() -> bool:
 
 
 def _rotated_on_gpu(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
-    """Return a step's heads (rows, ., ., dim) turned by one kernel; None for other tables."""
+    """Return a step's heads (rows, ., ., dim) rotated by one kernel; None for other tables."""
     from tandem.triton_kernels import operations
 
     if x.dim() != 4 or x.shape[3] % 2:
@@ -109,7 +110,7 @@ def _turns_pairs(own: Function, count: int) -> bool:
 
 
 def _tried(own: Function, count: int, width: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return random heads, tables of a width, and what a function makes of them; nothing: []."""
+    """Return random heads, tables of a width, and a function's results; [] if it fails."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn((1, 2, 3, 8), generator=random, device="cpu")
     cos, sin = (torch.randn((1, 3, width), generator=random, device="cpu") for _ in range(2))

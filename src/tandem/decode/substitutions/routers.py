@@ -11,9 +11,9 @@ from tandem.foreign_types import ModelPart
 def _route_with_shared(
     self: ModelPart, hidden_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what each expert scores, the weights and the experts chosen, shared ones' weights.
+    """Return the experts' scores, weights and chosen experts, and the shared experts' weights.
 
-    A softmax over logarithms of sigmoids, which are -softplus(-x), shares weight among both kinds.
+    A softmax over logarithms of sigmoids, -softplus(-x), divides the weight among both kinds.
     """
     logits = F.linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
     routed, shared = logits.split([self.num_experts, self.n_shared_experts], dim=-1)

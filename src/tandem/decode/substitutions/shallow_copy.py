@@ -1,8 +1,8 @@
 """A shallow copy of a model: the same tensors and hooks, but modules and configs of its own.
 
-So Tandem's steps have what is substituted (`tandem.decode.substitutions`) while another thread runs
-the model as it is. Only modules that differ are copied: those with substitutions, those that ask
-the config for attention, and what holds them.
+Tandem's steps use the substitutions (`tandem.decode.substitutions`) while another thread may run
+the model itself. Only modules that differ are copied: those with substitutions, those that read the
+config for attention, and their parents.
 """
 
 import functools
@@ -63,10 +63,10 @@ class ShallowCopy:
 
 
 def _may_attend(module: nn.Module) -> bool:
-    """Tell whether a module may ask its config for attention.
+    """Tell whether a module may read its config for attention.
 
-    Experts are bound to executors again later, and rotary embeddings note the frequencies that
-    they have computed last: both stay one object.
+    Experts are bound to executors later, and rotary embeddings remember the last frequencies; both
+    stay the same object.
     """
     if not isinstance(vars(module).get("config"), PreTrainedConfig):
         return False
@@ -89,9 +89,7 @@ def _methods(module: ModelPart) -> dict[str, Function]:
 
 @functools.cache
 def with_functions(function: FunctionType) -> FunctionType | None:
-    """Copy a forward so that its calls by name reach our functions; None if it calls none of
-    them.
-    """
+    """Copy a forward so that its named calls reach Tandem's functions; None if it has none."""
     inner = getattr(function, "__wrapped__", None)
     if inner is not None:
         changed = with_functions(inner)

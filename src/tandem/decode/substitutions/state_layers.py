@@ -1,6 +1,6 @@
 """Layers that keep states inside one forward, for tokens of any slots: MiniMax's, ZAYA's, more.
 
-Nothing that they call has a name of its own, as `recurrences` have: the whole forward is another.
+They call no named functions, unlike those in `recurrences`, so the whole forward is replaced.
 """
 
 import math
@@ -35,7 +35,7 @@ def _lightning_attention(
     cache: DynamicCache | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Linear attention whose states fade by a rate of their head, (b, n_tokens, width)."""
+    """Linear attention whose states decay at a rate of their head, (b, n_tokens, width)."""
     handle = _handle(cache, self.layer_idx)
     heads, dim = self.num_attention_heads, self.head_dim
     mixed = self.act_fn(self.qkv_proj(hidden_states)).view(-1, heads, 3 * dim)
@@ -52,9 +52,9 @@ def _lightning_attention(
 def _convolved_projection(
     self: ModelPart, hidden_states: Tensor, cache: DynamicCache | None, conv_mask: object = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys that two convolutions mix, values half of which are the last token's.
+    """Mix queries and keys by two convolutions; half of the values are the last token's.
 
-    Returns three of (b, n_tokens, heads, dim).
+    Returns three tensors (b, n_tokens, heads, dim).
     """
     handle = _handle(cache, self.layer_idx)
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -77,10 +77,10 @@ def _convolved_projection(
 
 
 def _convolved(self: ModelPart, handle: StateHandle, x: Tensor) -> Tensor:
-    """Convolve each channel, then those of each head with each other: (n_tokens, channels).
+    """Convolve each channel, then the channels of each head with each other: (n_tokens, channels).
 
-    Before the first token are zeros, of which the first convolution makes its bias; the second one
-    takes that from its own.
+    There are zeros before the first token. The first convolution turns them into its bias, which
+    the second one reads.
     """
     first, second = self.conv_qk_depthwise, self.conv_qk_grouped
     new = _advanced(handle, "convolution", x, lambda: first.weight.squeeze(1))
@@ -101,17 +101,17 @@ def _convolved(self: ModelPart, handle: StateHandle, x: Tensor) -> Tensor:
 
 
 def _delayed(handle: StateHandle, kind: str, x: Tensor) -> Tensor:
-    """Return each token's predecessor's value of `x`, zeros before the first: (n_tokens, any)."""
+    """Return the previous token's `x` for each token, zeros before the first: (n_tokens, any)."""
     return _advanced(handle, kind, x, lambda: torch.eye(1, 2, device=x.device).expand(len(x[0]), 2))
 
 
 @takes_cache
 def _ngrams(self: ModelPart, input_ids: Tensor, cache: DynamicCache | None) -> Tensor:
-    """Rows of each token's n-grams, (b, n_tokens, width of all heads).
+    """Return the rows of each token's n-grams, (b, n_tokens, width of all heads).
 
-    Tokens before a sequence, and those before its latest end of text, are ends of text. A state
-    keeps numbers of tokens in fp32, which holds them exactly, less that of the end, as it begins
-    with zeros.
+    Tokens before a sequence, and those before its latest end of text, count as ends of text. A
+    state stores token ids minus the end's id in fp32, which is exact, because states begin with
+    zeros.
     """
     handle, end = _handle(cache, self.layer_idx, 2), self.eos_token_id
     ids = input_ids.flatten()
@@ -152,7 +152,7 @@ def _rows_of_ngrams(
 def _dilated_convolution(
     self: ModelPart, hidden_states: Tensor, cache: DynamicCache | None
 ) -> Tensor:
-    """Convolve each channel over every so many tokens, (b, n_tokens, channels)."""
+    """Convolve each channel with a dilation, (b, n_tokens, channels)."""
 
     def operation() -> Convolution:
         weight, step = self.conv1d.weight.squeeze(1), self.conv1d.dilation[0]
@@ -175,9 +175,9 @@ def _dynamic_convolution(
     cache_offset: int = 0,
     **kwargs: object,
 ) -> Tensor:
-    """Convolve each channel, (b, n_tokens, channels), by taps of its own and taps of the token.
+    """Convolve each channel, (b, n_tokens, channels), with its own taps and the token's taps.
 
-    A head's channels share the token's.
+    A head's channels share the token's taps.
     """
     handle = _handle(cache, self.layer_idx + cache_offset, self.conv_idx)
     width, shape = self.conv_kernel_size, (*hidden_states.shape[:2], self.num_heads, 1, -1)

@@ -1,8 +1,7 @@
-"""Code of ours that replaces a model's own in a shallow copy of it; the model itself stays
-unchanged.
+"""Tandem's code that replaces a model's own in a shallow copy; the model itself stays unchanged.
 
-The model's code reaches it by name: of a method of its modules, or of a function in its file. Where
-it returns None, the model's own code computes.
+The model's code calls it by name: as a method of its modules, or as a function in its file. Where
+it returns None, the model's own code runs.
 """
 
 from collections.abc import Callable

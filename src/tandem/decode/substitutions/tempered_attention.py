@@ -1,6 +1,6 @@
-"""Attention whose queries grow with their position (Llama 4), for tokens of any slots.
+"""Attention whose queries are scaled by their position (Llama 4), for tokens of any slots.
 
-The model's own code takes the positions from its cache, as if all rows were of one length.
+The model's own code takes the positions from its cache, which assumes equal lengths.
 """
 
 import torch

@@ -27,7 +27,7 @@ class CopyEntry(NamedTuple):
 
 
 class _Attributes(ctypes.Structure):
-    """`CUmemcpyAttributes`; the locations are hints for managed memory alone."""
+    """`CUmemcpyAttributes`; the locations are hints for managed memory only."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),

@@ -1,23 +1,23 @@
 """The link to a GPU: copies are queued on streams of their own, and events keep the order.
 
-What `copy_engine` promises is kept on the GPU's time, not on the host's:
+The promises of `copy_engine` hold in the GPU's time, not in the host's:
 
     queue     the stream waits for the last read of the slot and for the slot's last copy,
               then come the bytes, then an event (written)
       -> use  the compute stream waits for that event, then the batch reads
-      -> end  an event behind the batch (read), for which the next copy into the slot waits
+      -> end  an event after the batch (read), for which the next copy into the slot waits
 
-So for the host a copy *lands* when it is queued: from then on a batch may be launched that reads
-it. The planner hears of it when its event has passed, as `arrivals`.
+So for the host a copy *lands* when it is queued: from then on a batch that reads it may be
+launched. `arrivals` reports it to the planner when its event has passed.
 
-What is queued on a stream cannot be called back. So copies ahead are kept on the host until the
-link has little left to do, and only then queued, several in one call; those that are kept can be
-cancelled. A batch that claims one has it queued at once. Copies are whole experts, of megabytes
-each, from pinned memory; nothing here waits but `drain` and `close`.
+A queued copy cannot be cancelled. So copies ahead are held on the host until the link has little
+left to do, and are then queued, several in one call. Held copies can be cancelled; a batch that
+claims one queues it at once. Copies are whole experts, of megabytes each, from pinned memory; only
+`drain` and `close` wait.
 
-Experts of a disk are held in host slots until their event has passed. Copies ahead are kept until
-their bytes have come, too; those that are needed wait for the disk. What leaves a slot of the
-device is copied back ahead of the newcomer if host memory should keep it.
+Experts of a disk hold their host slots until their event has passed. Copies ahead are also held
+until their bytes have been read; needed ones wait for the disk. An expert that leaves a device slot
+is copied back before the new one if host memory should keep it.
 """
 
 from collections import deque
@@ -97,13 +97,13 @@ class _Job:
     """Room in host memory for what was in the slot."""
 
     def let_go(self) -> None:
-        """Let the host have the expert's memory."""
+        """Release the expert's host memory."""
         if self.held is not None:
             self.held.let_go()
             self.held = None
 
     def end(self) -> None:
-        """Do the same once the copy has ended; what was in the slot is back."""
+        """Release the host memory after the copy; the evicted expert has been copied back."""
         self.let_go()
         if self.back is not None:
             self.back.keep()
@@ -171,13 +171,13 @@ class CudaCopyEngine:
             self._take(come, self._stream_ahead)
 
     def _has_come(self, job: _Job) -> bool:
-        """Tell whether an expert is in memory; from now on it is on its way if there is room."""
+        """Tell whether an expert is in memory; otherwise start its read if there is room."""
         if job.held is None:
             job.held = self._store[job.copy.layer].try_hold(job.copy.expert)
         return job.held is not None and job.held.has_come()
 
     def _take(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies that are kept."""
+        """Queue held copies."""
         for job in jobs:
             self._kept.remove(job)
         self._queue(jobs, stream)
@@ -235,7 +235,7 @@ class CudaCopyEngine:
         self._events.clear()
 
     def _queue(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies on a stream, as many at once as their experts can be held."""
+        """Queue copies on a stream, as many at once as host slots can be held."""
         held: list[_Job] = []
         for job in jobs:
             self._has_come(job)  # all that there is room for are on their way
@@ -249,7 +249,7 @@ class CudaCopyEngine:
         self._copy(held, stream)
 
     def _held_in_turn(self, copy: Copy) -> HeldExpert:
-        """Hold an expert in the place of others, once these have been copied."""
+        """Hold an expert's host slot after releasing others, once these have been copied."""
         layer, held = self._store[copy.layer], None
         for job, done in chain(*self._under_way.values()):
             if job.held is not None:
@@ -261,7 +261,7 @@ class CudaCopyEngine:
         return layer.hold(copy.expert)
 
     def _copy(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies of what is in memory, behind all that uses their slots; they land."""
+        """Queue copies of experts in memory after all uses of their slots; they count as landed."""
         if not jobs:
             return
         events, streams, slots = self._events, self._streams, self.slots
@@ -295,14 +295,14 @@ class CudaCopyEngine:
             slots.land(job.copy.slot, job.generation)
 
     def _taken_back(self, key: int) -> HeldExpert | None:
-        """Return room in host memory for an expert that leaves its slot, if it is worth that."""
+        """Return room in host memory for an expert that leaves its slot, if it is worth keeping."""
         if key == NOTHING:
             return None
         layer, expert = self._geometry.expert_id(key)
         return self._store[layer].take_back(expert)
 
     def _bring(self, claims: Sequence[Claim]) -> None:
-        """Queue claimed copies that are kept, and let the compute stream wait for all claimed."""
+        """Queue claimed copies that are held; the compute stream waits for all claimed ones."""
         wanted = [job for job in self._kept if (job.copy.slot, job.generation) in claims]
         if wanted:
             self._take(wanted, Stream.FETCH)

@@ -1,8 +1,8 @@
 """A GPU as a device of the hybrid runtime: its memory, and batches on the model's own stream.
 
-Everything is queued, in the order of `device`; the one wait of a layer is `download`, for the
-router's choice. Host memory that is read by queued copies (rows, tables) is written again only
-after the next `download`, which is behind all of them on the same stream.
+Everything is queued, in the order of `device`. The only wait of a layer is `download`, for the
+router's choice. Host memory that queued copies read (rows, tables) is written again only after the
+next `download`, which comes after all of them on the same stream.
 """
 
 import contextlib
@@ -137,7 +137,7 @@ class CudaDevice(Device):
         super().forget_rows()
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
-        """Queue a batch behind the copies of its experts."""
+        """Queue a batch after the copies of its experts."""
         streams, begin = self.streams, None
         is_timed = self._on_busy is not None and self._is_watched()
         try:
@@ -198,9 +198,7 @@ class CudaDevice(Device):
         self.streams.limit(None)
 
     def resident(self, cache: ExpertCache) -> ResidentLayers | None:
-        """Return what computes a cache's layers without plans once all experts are resident; else
-        None.
-        """
+        """Return what computes layers without plans once all experts are resident; else None."""
         experts = self.grouped_experts
         return None if experts is None else ResidentLayers(cache, experts, self.streams)
 

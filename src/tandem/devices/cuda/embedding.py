@@ -50,7 +50,7 @@ class HostEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight, on the host, for code that inspects it."""
+        """The weight, in host memory, for code that inspects it."""
         weight: Tensor = self.on_host.weight
         return weight
 
@@ -64,7 +64,7 @@ class HostEmbedding(nn.Module):
 
 @contextmanager
 def given_rows(rows: Tensor | None) -> Iterator[None]:
-    """Inside, a model call uses these embeddings for its ids; None: it reads them itself."""
+    """Use these embeddings for a model call's ids inside the context; None: the call reads them."""
     token = _GIVEN.set(rows)
     try:
         yield

@@ -222,7 +222,7 @@ class Trial:
     def _load(self, *, asks: bool = False) -> None:
         """Launch the kernels for a token without experts, which waits for nothing.
 
-        Loading a kernel behind a wait could wait for that wait's end.
+        Loading a kernel behind a wait could deadlock.
         """
         signals = KernelSignals(self.signals.wait_seconds)
         self._hand_over(_NO_EXPERT, 0, signals, fetches=True, asks=asks)
@@ -245,9 +245,9 @@ class Trial:
         )  # fmt: skip
 
     def _comes_through(self, work: Callable[[], None], result: float) -> bool:
-        """Queue a hand-over, answer it, and tell whether both sides have seen what they should.
+        """Queue a hand-over, answer it, and tell whether both sides saw the expected values.
 
-        To queue it may itself wait for its end (CUDA_LAUNCH_BLOCKING): a timer answers it then.
+        Queueing may itself wait for the end (CUDA_LAUNCH_BLOCKING); a timer then answers.
         """
         self._words.zero_()
         held = threading.Timer(self._limits.come_seconds, self._answer, [result])
@@ -265,12 +265,12 @@ class Trial:
         return has_rung and has_waited and has_ended and float(self._out[0, 0]) == result
 
     def _answer(self, result: float) -> None:
-        """Let the stream go on."""
+        """Release the stream."""
         self._results.fill_(result)
         self._done.fill_(1)
 
     def _once(self, launch: Callable[[], None], expert: int) -> float:
-        """Return how long the layers take; in any case nothing is left waiting."""
+        """Return the seconds of the layers; nothing is left waiting in any case."""
         self._words.zero_()
         is_over = threading.Event()
         answering = threading.Thread(target=self._answer_all, args=(is_over,), daemon=True)
@@ -302,7 +302,7 @@ class Trial:
             words[16] = 1
 
     def _let_go(self, is_over: threading.Event) -> None:
-        """Let the device through what is left."""
+        """Release the device from remaining waits."""
         self._is_lost = True
         while not is_over.is_set():
             self._done.fill_(1)

@@ -1,11 +1,11 @@
-"""A layer inside a captured step whose misses the host computes: queued, never waited for.
+"""A layer inside a captured step whose misses the host computes: queued without a wait.
 
     publish -> doorbell -> hits (vector kernels) -> wait for `done` -> combine
 
-Where the host may fetch misses, the vector kernels are launched a second time, over those that it
-has brought: between the wait and combine.
+Where the host may fetch misses, the vector kernels are launched a second time for the fetched ones,
+between the wait and combine.
 
-It stands where `ResidentLayers` does, so that a step with it is one graph. The host's side is the
+It replaces `ResidentLayers`, so that a step with it is one graph. The host's side is the
 coordinator (docs/decisions/0016-coordinator.md), whose mailbox and table of addresses it reads.
 """
 
@@ -42,12 +42,12 @@ class HandedLayers:
         fetches: bool = False,
         routers: Sequence[AskedRouter | None] = (),
     ) -> None:
-        """Hand over through a mailbox, whose bytes are `memory` (num_bytes,) uint8, mapped.
+        """Hand over through a mailbox in `memory` (num_bytes,) uint8, which is mapped.
 
-        `table` (layers, experts) int64 on the device has the address of each resident expert, 0
-        for the others. `words` are for all mailboxes: a step is under way in one of them. `fetches`
-        tells whether the host may answer with addresses. `routers`, of the layers behind the first
-        one, are asked ahead, if there are some, but for those that are None.
+        `table` (layers, experts) int64 on the device has the address of each resident expert, 0 for
+        the others. `words` are for all mailboxes: a step is under way in one of them. `fetches`
+        tells whether the host may answer with addresses. `routers` are those of the layers after
+        the first one, which are asked ahead; a router that is None is not asked.
         """
         self._store, self._box, self._memory, self._table = store, box, memory, table
         self._experts, self._signals = experts, signals
@@ -91,7 +91,7 @@ class HandedLayers:
         )  # fmt: skip
 
     def _asked(self, layer: int) -> handing.Asked | None:
-        """Return what the next layer's router is asked with; None: it is not."""
+        """Return the inputs for asking the next layer's router; None: it is not asked."""
         heard = self._heard.pop(layer, None)
         router = None if heard is None else self._routers[layer]
         return None if heard is None or router is None else handing.Asked(router, heard)
@@ -112,7 +112,7 @@ class HandedLayers:
         )  # fmt: skip
 
     def _tensors(self, layer: int, hidden: Tensor, pairs: int) -> handing.MailboxTensors:
-        """Return the mailbox of a layer as tensors of the host's memory, for so many choices."""
+        """Return a layer's mailbox as tensors of host memory, for this many choices."""
         box, start = self._box, layer * self._box.layer_bytes
 
         def part(offset: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -61,12 +61,11 @@ class HandedSteps(CapturedSteps):
         bytes_per_second: float | None = None,
         routers: Sequence[AskedRouter | None] | None = None,
     ) -> None:
-        """Start the coordinator's threads; hits are computed by `experts`.
+        """Start the coordinator's threads; `experts` compute the hits.
 
-        `routers` are those behind the first layer's, where they can be asked ahead; None among
-        them is not asked.
-        `library` is the driver's, by which experts are copied; None: slots are the host's memory.
-        Raises `RuntimeError` if it lacks what that takes.
+        `routers` are those after the first layer's, if they can be asked ahead; None among them is
+        not asked. `library` is the driver's, whose functions copy experts; None: slots are in host
+        memory. Raises `RuntimeError` if the library lacks a function.
         """
         geometry, streams = cache.geometry, device.streams
         shape = geometry.num_layers, geometry.num_experts

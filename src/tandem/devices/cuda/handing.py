@@ -1,6 +1,6 @@
 """Launches the kernels by which a captured step hands a layer over to the host; never waits.
 
-Tensors of the mailbox lie in mapped host memory, all others on the device.
+The mailbox's tensors are in mapped host memory, all others on the device.
 """
 
 from collections.abc import Callable
@@ -77,12 +77,12 @@ def hand_over_layer(
     fetches: bool = False,
     asked: Asked | None = None,
 ) -> Tensor:
-    """Queue a whole layer; return where its result will be, like `hidden`.
+    """Queue a whole layer; return the place of its result, like `hidden`.
 
-    `address_of` is (num_experts,) int64, 0 for experts that the device has not. `hits` queues what
-    computes the others, at the addresses (rows * top_k,) that it is given, 0 for no hit, into their
-    rows. If the host `fetches` misses meanwhile, it is called again for these, behind the wait.
-    What is `asked` is published behind the doorbell.
+    `address_of` is (num_experts,) int64, 0 for absent experts. `hits` queues the computation of
+    experts at the addresses (rows * top_k,) that it is given, 0 for no hit, and writes their rows.
+    If the host `fetches` misses meanwhile, it is called again for these, after the wait. The
+    question to the next router, `asked`, is published after the doorbell.
     """
     inside = signals.wait_seconds
     addresses = publish(box, address_of, hidden, index, weights, rings=inside > 0)
@@ -174,7 +174,7 @@ def _choice_width(num_choices: int) -> int:
 
 
 def _most(wait_seconds: float, tensor: Tensor) -> int:
-    """Return the longest wait in the kernel's own unit."""
+    """Return the longest wait in the kernel's unit."""
     return round(wait_seconds * 1e9) if tensor.is_cuda or not wait_seconds else _LOOKS_OFF_GPU
 
 
@@ -190,10 +190,10 @@ def combine(
     layer: int,
     wait_seconds: float,
 ) -> None:
-    """Add the GPU's and the host's rows up in the router's order; see `hand_over.combine`.
+    """Sum the GPU's and the host's rows in the router's order; see `hand_over.combine`.
 
-    Unless `wait_seconds` is 0, the kernel itself waits until the host is done, for so long at most.
-    Its products and sums are not joined, as they are not on the CPU.
+    Unless `wait_seconds` is 0, the kernel itself waits for the host, at most this long. Its
+    products and sums are not fused, as on the CPU.
     """
     num_rows, num_cols = out.shape
     hand_over.combine[-(-num_cols // _COMBINE_COLS), num_rows](

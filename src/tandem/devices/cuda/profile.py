@@ -1,18 +1,18 @@
-"""Measures what a GPU and its link cost: the GPU's part of a `HardwareProfile`, in seconds.
+"""Measures the costs of a GPU and its link: the GPU's part of a `HardwareProfile`, in seconds.
 
-GPU times are those of the GPU alone (events behind a pause), of experts that lie in its memory and
-not in its cache. Link times are those of pinned copies, alone and while the CPU computes. All are
-of the model's own experts, several at a time.
+GPU times are those of the GPU alone (events after a pause), with experts in its memory and not in
+its cache. Link times are those of pinned copies, alone and while the CPU computes. All use the
+model's own experts, several at a time.
 
-What the host does for a layer is measured by itself, as `HostCosts`, since the GPU waits for it:
+The host's work for a layer is measured separately, as `HostCosts`, because the GPU waits for it:
 
     routing, tables, launches and the sum -> each layer
     the CPU's rows, brought to the GPU    -> a layer with experts on the CPU
     a launch for several fetched experts  -> each takes at least its part of that
 
-A step that is one graph has costs of its own (`hand_over_trial`).
+A step that is one graph has other costs (`hand_over_trial`).
 
-What it does once a step is in the dense parts, which are timed in whole steps.
+The host's work per step is part of the dense parts, which are timed in whole steps.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ CACHES_BETWEEN_USES = 4
 
 
 class _Held(NamedTuple):
-    """Experts that lie in device memory, for the length of a measurement."""
+    """Experts in device memory for the length of a measurement."""
 
     memory: Sequence[Tensor]
 
@@ -56,7 +56,7 @@ class _Held(NamedTuple):
         return self.memory
 
     def addresses(self) -> Sequence[int]:
-        """Return where it is."""
+        """Return the memory's addresses."""
         return [memory.data_ptr() for memory in self.memory]
 
 
@@ -66,12 +66,11 @@ def measure_device(
     experts: MeasuredExperts,
     graph: Callable[[float], HostCosts] | None = None,
 ) -> HardwareProfile:
-    """Return a profile with measured costs of the GPU, the link and the host's work; the CPU's
-    stay.
+    """Return a profile with measured costs of the GPU, the link and the host's work.
 
-    In `profile` dense parts are already the GPU's, and the host's work is a layer's wait for its
-    router. The store should be pinned. `graph` measures steps that are one graph, given the seconds
-    of a fetched expert's launch; None: there are none.
+    The CPU's costs are unchanged. In `profile` the dense parts are already measured on the GPU, and
+    the host's work is a layer's wait for its router. The store should be pinned. `graph` measures
+    steps that are one graph, given the seconds of a fetched expert's launch; None: there are none.
     """
     bench = _Bench(device, experts)
     (shape,) = profile.shapes
@@ -177,7 +176,7 @@ class _Bench:
         return _Held([next(self._turns) for _ in range(num_experts)])
 
     def host_seconds(self, work: Callable[[], object]) -> float:
-        """Return how long the host queues some work."""
+        """Return how long the host takes to queue some work."""
 
         def once() -> float:
             begin = time.perf_counter()
@@ -190,7 +189,7 @@ class _Bench:
         return median(once() for _ in range(REPETITIONS))
 
     def hand_off(self) -> Tensor:
-        """Queue a layer of one token whose experts are all there, from its choice on."""
+        """Queue a layer of one token with resident experts, from its choice on."""
         streams, count = self._device.streams, min(self._several, self._top_k)
         index = torch.arange(count, device="cpu")[None]
         routing = Routing(index, self._store[0].arrivals.num_experts)
@@ -202,7 +201,7 @@ class _Bench:
         return call.prepare_result(side, weights, self._device.prepare_sum)()
 
     def launch_seconds(self) -> float:
-        """Return how long the host queues a batch of one expert, as behind each fetched one."""
+        """Return how long the host takes to queue a batch of one expert."""
         batch = self._batch(1, 1, self._device.streams.device)
 
         def launch() -> None:
@@ -212,7 +211,7 @@ class _Bench:
         return self.host_seconds(launch)
 
     def bring_seconds(self) -> float:
-        """Return how long a layer's rows of the CPU take to the GPU; waits for them."""
+        """Return how long a layer's rows take from the CPU to the GPU; waits for them."""
         count = self._top_k
         host = self._device.host_rows(count, self._experts.hidden_size)
         there = self._device.rows(count, self._experts.hidden_size)
@@ -237,6 +236,6 @@ class _Bench:
 
 
 def _count_held(several: int, slot_bytes: int, device: CudaDevice) -> int:
-    """Return over how many experts to rotate; half of the memory that is free at most."""
+    """Return the number of experts to rotate over, in at most half of the free memory."""
     beside = math.ceil(CACHES_BETWEEN_USES * device.streams.cache_bytes() / slot_bytes)
     return max(several, min(several + beside, device.memory().free_bytes // 2 // slot_bytes))

@@ -1,9 +1,9 @@
-"""Layers whose experts are all on the GPU: no plan, no wait, nothing of the host.
+"""Layers whose experts are all on the GPU: no plan, no wait, no work of the host.
 
 In a step of few tokens the router's choice looks up an expert's address for each routed token, and
-computes each by itself; an expert that several tokens share is read again from the GPU's own cache.
-Routed tokens of larger steps are sorted by expert on the device. All of it can be captured. It is
-valid as long as the cache keeps its size: where every expert has a slot, none is ever evicted.
+each is computed alone; an expert that several tokens share comes from the GPU's cache. Larger steps
+sort routed tokens by expert on the device. All of it can be captured. It is valid while the cache
+keeps its size: where every expert has a slot, none is ever evicted.
 """
 
 from collections import deque
@@ -186,7 +186,7 @@ def _counting(count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _row_tables(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the numbers of all rows and one more, and each row's token."""
+    """Return the row numbers, with one more at the end, and each row's token."""
     with torch.inference_mode(False):
         every = torch.arange(num_tokens * top_k + 1, dtype=torch.int32, device=device)
         return every, torch.div(every[:-1], top_k, rounding_mode="floor")

@@ -1,9 +1,9 @@
-"""How a stream and the host signal each other by words of memory that both of them see.
+"""How a stream and the host signal each other through words in shared memory.
 
-Either the kernels that hand a layer over write and poll these words, or the driver's stream memory
-operations do, in a stream's order. Both can be captured. In a graph they carry constants, so the
-words are flags that are reset, not counters. Memory on the host must be pinned. A driver's wait
-that is never ended blocks its stream for ever.
+Either the hand-over kernels write and poll these words, or the driver's stream memory operations
+do, in stream order. Both can be captured. A graph has constants only, so the words are flags that
+are reset, not counters. Host memory must be pinned. A driver's wait that never ends blocks its
+stream for ever.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ class StreamSignals(Signals):
     def __init__(self, driver: Driver, current_stream: Callable[[], int]) -> None:
         """Queue on the stream that `current_stream` returns; `DriverError` without the functions.
 
-        Whether they work is found by using them: the attribute that says so is of older versions.
+        Only use shows whether they work, because the attribute for it is about older versions.
         """
         self._current_stream = current_stream
         self._write = driver.require("cuStreamWriteValue32", _VERSION, *_ARGUMENTS)
@@ -73,10 +73,10 @@ class StreamSignals(Signals):
         self._wait(self._current_stream(), self._address_of(done), 1, _EQUAL)
 
     def _address_of(self, word: Tensor) -> int:
-        """Return where the device sees a word of pinned host memory.
+        """Return the address of a word of pinned host memory on the device.
 
-        Where the driver does not say, at the host's own address: all 64-bit systems have but one
-        space of addresses, and only registered memory may lie elsewhere in it.
+        If the driver does not say, it is the host's address: 64-bit systems have one address space,
+        and only registered memory may have another address.
         """
         host, found = word.data_ptr(), ctypes.c_uint64()
         if self._address is None or self._address(ctypes.byref(found), host, 0) != 0:
@@ -103,7 +103,7 @@ def longest_wait(index: int, driver: Driver | None = None) -> float:
 
 
 def _has_timeout(driver: Driver, index: int) -> bool:
-    """Whether the driver ends kernels that run for long on a GPU; True where it does not say."""
+    """Whether the driver limits the run time of kernels; True if it does not say."""
     device, found = ctypes.c_int(), ctypes.c_int()
     number = ctypes.POINTER(ctypes.c_int)
     try:

@@ -39,7 +39,7 @@ class Machine:
 
 
 class ExpertCache:
-    """Slots, copy engine and planner of one size at a time."""
+    """The slots, copy engine and planner of one size; a resize replaces them."""
 
     def __init__(
         self,

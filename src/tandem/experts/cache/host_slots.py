@@ -130,8 +130,8 @@ class HostSlots:
         self.native.fill()
 
     def pin(self, pin: Pin) -> None:
-        """Pin the slots' memory as far as possible; pinned memory is not given back while the slots
-        live.
+        """Pin the slots' memory as far as possible; pinned memory is not returned while the slots
+        exist.
 
         Pages that a device reads by address must not be replaced.
         """
@@ -148,7 +148,7 @@ class HostSlots:
 
 
 def num_transit(counts: Sequence[int]) -> int:
-    """Return how many slots layers of so many experts share."""
+    """Return the number of slots that layers with this many experts share."""
     return min(_TRANSIT_SLOTS, *counts) + _HELD_SLOTS
 
 

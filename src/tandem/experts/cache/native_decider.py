@@ -1,5 +1,4 @@
-"""The decider in native code: the same decisions as `tandem.policy.decider`, to the last bit, but
-faster.
+"""The decider in native code: the decisions of `tandem.policy.decider`, bit for bit, but faster.
 
 Captured steps and host slots use it too (csrc/decider).
 """

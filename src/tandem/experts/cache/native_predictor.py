@@ -65,5 +65,5 @@ class NativePredictor:
         )
 
     def restore(self, state: regression_predictor.PredictorState) -> None:
-        """Continue with another predictor's state."""
+        """Return a layer's experts whose copies are under way, for one use or for the cache."""
         self.native.load(*state)

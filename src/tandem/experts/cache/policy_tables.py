@@ -63,7 +63,7 @@ def _next_use_tables(
 
 
 def _native_decider(plain: PlainDecider) -> NativeDecider | None:
-    """Return the decider for these policies; None where they have no native form."""
+    """Return the decider for these policies; None if they have no native form."""
     eviction, residency = plain.eviction, plain.residency
     is_by_layer = residency.num_sets == residency.geometry.num_layers
     if not is_by_layer or not isinstance(eviction, next_use.NextUse):
@@ -123,7 +123,7 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
 
 
 def _graph_predictor(planner: Planner) -> tuple[_native.RegressionPredictor | None, int]:
-    """Return what predicts in captured steps, and what its hints count; None: nothing does."""
+    """Return the predictor of captured steps and the counts of its hints; None if there is none."""
     prediction = planner.prediction
     if not planner.predicting_sizes or not isinstance(prediction, NativePredictor):
         return None, 1

@@ -33,10 +33,10 @@ class RoutedCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertFunctions:
-    """What surrounds the two matrix products of an expert: the model's own code.
+    """What surrounds an expert's two matrix products: the model's own code.
 
-    `native` is the same activation in the kernels' form, where they have it; `unpacked_activate`
-    takes [gate; up] whatever order the model's own experts have.
+    `native` is the activation in the kernels' form, if they support it; `unpacked_activate` takes
+    [gate; up] for any order of the model's own experts.
     """
 
     activate: Callable[[Tensor], Tensor]

@@ -1,14 +1,14 @@
 """Decode steps that a coordinator answers: Python begins and ends one, native code does the rest.
 
-    begin(ids)     what was copied by plans has ended; entries of evicted experts are cleared
+    begin(ids)     planned copies have ended; entries of evicted experts are cleared
       -> layers    publish, hits, wait, combine: in a recorded or captured step, without Python;
-                   behind the wait a second launch, if some misses are fetched meanwhile
-      -> finish    the planner gets what was decided behind the layers
-      -> report    the listeners do: a step late, while the device is at the next one
+                   after the wait a second launch, if some misses are fetched meanwhile
+      -> finish    the planner gets the decisions made after the layers
+      -> report    the listeners get them: a step late, while the device runs the next one
 
-What the layers run on is a subclass: a GPU's graph, or on the emulated device the caller's thread
-(docs/decisions/0016). The expert cache is one for both ways of computing: a planned step (a prompt)
-takes over what captured ones have copied, and the other way round, at the border between them.
+A subclass defines what the layers run on: a GPU's graph, or on the emulated device the caller's
+thread (docs/decisions/0016). Both ways of computing share one expert cache: between the two, a
+planned step (a prompt) takes over what captured steps have copied, and the other way round.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ _Record = tuple[int, list[int], list[int], list[float], int, float, float, float
 
 
 class _Copies(NamedTuple):
-    """What was copied at a layer: into slots of the cache, for one use, and for the next layer."""
+    """The copies at a layer: into the cache, for one use, and for the next layer."""
 
     entered: tuple[Copy, ...] = ()
     staged: tuple[Copy, ...] = ()
@@ -217,7 +217,7 @@ class CapturedSteps:
         self.coordinator.set_dense_seconds(dense)
 
     def _lend_slots(self, num_tokens: int) -> None:
-        """Lend this step's fetches as many slots as recent steps have asked for."""
+        """Lend this step's fetches as many slots as recent steps asked for."""
         ring = self._cache.planner.ring
         left = ring.begin_step(in_graph=True, may_fetch=self.fetches(num_tokens))
         if left or ring.held_slots() != self._ring:
@@ -227,7 +227,7 @@ class CapturedSteps:
     def _apply_step(self) -> dict[int, _Copies]:
         """Tell the planner what was decided; return the copies by layer, -1: ahead of the first.
 
-        What was copied ahead, and has got no slot of the cache, leaves with the step.
+        Experts that were copied ahead and have no slot of the cache leave with the step.
         """
         copies = {at[0]: self._apply(*at) for at in self.coordinator.take_decided()}
         planner = self._cache.planner
@@ -244,10 +244,10 @@ class CapturedSteps:
         asked: int,
         ahead: Sequence[_SlotCopy],
     ) -> _Copies:
-        """Tell the planner what has ended and what was decided, in this order.
+        """Tell the planner which copies have ended and then what was decided.
 
-        `asked` is the number of staging slots that there should have been. An expert that was
-        copied ahead enters the cache with its own slot.
+        `asked` is the number of staging slots that were requested. An expert that was copied ahead
+        enters the cache with its own slot.
         """
         cache, planner = self._cache, self._cache.planner
         geometry, residency = cache.geometry, planner.residency
@@ -283,7 +283,7 @@ class CapturedSteps:
         copies: _Copies,
         step_copies: tuple[Copy, ...],
     ) -> LayerExecuted:
-        """Return what listeners hear of a layer."""
+        """Return a layer's event for listeners."""
         layer, choice, is_hit, _, _, rung, begun, ended, answered, in_time = record
         host, top_k = self._cache.store[layer], self._cache.geometry.top_k
         missed = {e for e, hit in zip(choice, is_hit, strict=True) if not hit}

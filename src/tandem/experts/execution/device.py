@@ -1,16 +1,16 @@
-"""What an accelerator must be able to do: give memory, and compute batches beside the host.
+"""The interface of an accelerator: it provides memory, and computes batches beside the host.
 
-A device owns the stream that computes; copies into its slots are the copy engine's. The model's
-state (hidden, choice, gate weights) lies on the device. In one layer, in this order:
+A device owns the compute stream; the copy engine copies into its slots. The model's state (hidden,
+choice, gate weights) is on the device. The order in one layer is:
 
     download(choice, hidden)     one wait; the only one before the batches
       -> launch(batch, use)...   rows stay in the device's `rows`, tokens are read from its `hidden`
       -> upload(host rows)       once, if the CPU had a share: its rows are the last ones
-      -> prepare_sum(...)(rows)  the sum, on the device, behind all that was launched and uploaded
+      -> prepare_sum(...)(rows)  the sum, on the device, after all launches and uploads
 
-Nothing of it need wait for the device but `download`, which also ends everything that the layers
-before have read of host memory: from then on `host_rows` may be written again. A layer that the
-plan gives to the CPU alone is added up on the host, and only its result is uploaded.
+Only `download` has to wait for the device. It also ends all reads of host memory by earlier layers,
+so that `host_rows` may be written again. If the plan gives a layer to the CPU alone, the host
+computes the sum and uploads only the result.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """Computes a batch of experts on the CPU: packed ones natively, others in torch.
 
-The result of a row does not depend on the other rows' experts, nor on where the weights lie.
+A row's result does not depend on the experts of other rows, nor on the place of the weights.
 """
 
 import time
@@ -70,10 +70,10 @@ class ExpertKernels:
         return StartedWork(lambda: self._run_in_torch(batch, source), batch, self._on_busy, begin)
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
-        """Return what sums weight * row over k, first to last: (n_tokens, width) fp32.
+        """Return a function that sums weight * row over k, first to last: (n_tokens, width) fp32.
 
-        `weights` (n_tokens, top_k) are fp32 as the rows; `row_of` of the same shape, int32 and
-        contiguous, says which row, -1 none.
+        `weights` (n_tokens, top_k) are fp32 like the rows; `row_of` of the same shape, int32 and
+        contiguous, has the row's number, or -1 for none.
         """
         num_tokens, weights = len(row_of), weights.contiguous()
         add_rows = self.threads.engine.add_rows
@@ -123,7 +123,7 @@ class ExpertKernels:
                     self._run_at([extent.data.data_ptr()], one)
 
     def _run_at(self, addresses: Sequence[int], batch: ExpertBatch) -> None:
-        """Compute packed experts that lie at addresses, with an activation in torch."""
+        """Compute packed experts at given addresses, with an activation in torch."""
         layer, functions = batch.layer, batch.functions
         assert isinstance(layer, PackedLayer)
         activate = functions.unpacked_activate or functions.activate

@@ -68,9 +68,9 @@ class ForcedRouting(PassingExecutor):
         return None if native is None else native._replace(choice=choice)
 
     def _brought(self, tokens: _Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Bring the choices of all layers to a device at once; to a GPU without a wait.
+        """Copy the choices of all layers to a device at once; to a GPU without a wait.
 
-        Layer by layer they would wait twice in each, which is timed with it.
+        Copying layer by layer would wait twice per layer, and the waits would be measured.
         """
         kept = []
         for choice in self._choice(tokens, slice(None)):
@@ -107,7 +107,7 @@ class ForcedRouting(PassingExecutor):
         return taken
 
     def _fill(self, *kept: Tensor) -> None:
-        """Write the step's choices; rows beyond its tokens have those of other rows."""
+        """Write the step's choices; rows beyond its tokens repeat other rows."""
         assert self._tokens is not None
         tokens = np.resize(self._tokens, kept[0].shape[1])
         for each, now in zip(kept, self._brought(tokens, kept[0].device), strict=True):

@@ -38,7 +38,7 @@ from tandem.policy.step_path import MAX_GRAPH_TOKENS
 
 
 class _LayerStep(NamedTuple):
-    """One call of a layer as the model made it."""
+    """One call of a layer by the model."""
 
     host: HostLayer
     functions: ExpertFunctions
@@ -310,7 +310,7 @@ class HybridExecutor(Executor):
             self._report(done)
 
     def _weights_to_read(self, top_k_weights: Tensor) -> Tensor | None:
-        """Return gate weights on the host, if the eviction looks at them: few do."""
+        """Return gate weights on the host if the eviction uses them: few do."""
         if not self.cache.planner.eviction.reads_weights:
             return None
         return self.device.download(top_k_weights)[0]
@@ -351,13 +351,13 @@ class HybridExecutor(Executor):
     def _prepare_result_of_host(
         self, call: LayerCall, step: _LayerStep, side: CallSide
     ) -> Callable[[], Tensor]:
-        """Return what adds up on the host, which has all rows, and uploads the sum."""
+        """Return a function that sums on the host, which has all rows, and uploads the sum."""
         (weights,) = self.device.download(step.weights)
         result = call.prepare_result(side, weights, self._kernels.prepare_sum)
         return lambda: self._uploaded(result(), step)
 
     def _uploaded(self, result: Tensor, step: "_LayerStep") -> Tensor:
-        """Return a result of the host where the model's state lies."""
+        """Return a result of the host in the memory of the model's state."""
         if step.hidden.device == result.device:
             return result
         out = torch.empty_like(step.hidden)

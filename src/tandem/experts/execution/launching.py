@@ -1,10 +1,10 @@
-"""Gives a device one layer's experts in batches, in the order in which they will be there.
+"""Launches one layer's experts on a device in batches, in the order in which they arrive.
 
     some residents -> a group of fetched ones, as it lands -> more residents -> the next group ...
 
-Copies of a group are submitted before it is launched, so that the link goes on while the device
-computes; a group takes at most half of the slots that fetched experts take turns in. Residents are
-spread among the groups: they are computed while the device would wait for the link.
+Copies of a group are submitted before it is launched, so that the link stays busy while the device
+computes. A group takes at most half of the slots that fetched experts take in turn. Residents are
+spread among the groups: they run while the device would wait for the link.
 """
 
 from collections.abc import Iterator, Sequence

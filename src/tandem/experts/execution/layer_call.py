@@ -1,8 +1,8 @@
 """One call of a layer: its routed tokens in the order of a plan, split into batches, and summed.
 
-A routed token has one row in each matrix. Rows lie processor by processor. A processor with memory
-of its own has its own `CallSide`, whose rows have the same indices as the other's: the host's rows
-go to the device in one copy, and the sum is built where the model's state lies.
+A routed token has one row in each matrix. Rows are grouped by processor. A processor with memory of
+its own has its own `CallSide`, whose rows have the same indices as the other's: the host's rows go
+to the device in one copy, and the sum is computed in the memory of the model's state.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,10 +71,10 @@ def _ordered(
     begin: Sequence[int],
     token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs in the order of experts' codes (GPTQ's activation order), and their numbers.
+    """Return inputs in the order of experts' codes (GPTQ's activation order), and int32 numbers.
 
-    A row (n_rows, hidden_size) for each (token, expert) instead of one for each token: that costs a
-    copy of these rows, and the weights stay as they are in the checkpoint. Numbers are int32.
+    There is a row (n_rows, hidden_size) for each (token, expert) instead of one for each token.
+    That copies these rows, but the weights stay as they are in the checkpoint.
     """
     counts = torch.tensor([begin[i + 1] - begin[i] for i in range(len(experts))], device="cpu")
     expert_of_row = torch.tensor(experts, device="cpu").repeat_interleave(counts)

@@ -27,7 +27,7 @@ Guesses = Callable[[int], Mapping[str, Tensor]]
 
 
 class _Step(NamedTuple):
-    """What the layers of one step chose; arrays are (n_tokens, ...)."""
+    """The layers' choices in one step; arrays are (n_tokens, ...)."""
 
     ids: Array
     experts: list[Array]
@@ -147,7 +147,7 @@ class RoutingRecorder(PassingExecutor):
         return trace
 
     def _finish(self) -> None:
-        """Turn the steps since `begin_sequences` into sequences: rows of the batch one by one."""
+        """Split the steps since `begin_sequences` into sequences, one per row of the batch."""
         steps = [step for step in self._steps if step.experts]
         self._steps = []
         if not steps:
@@ -170,9 +170,9 @@ class RoutingRecorder(PassingExecutor):
             )
 
     def _predicted(self, step: _Step) -> Array | None:
-        """Return (n_tokens, n_layers, predictors, k) of a step; None if a guess is missing.
+        """Return a step's predictions (n_tokens, n_layers, predictors, k); None if one is missing.
 
-        Nothing is predicted for the first layer: zeros stand there.
+        The first layer has no prediction, only zeros.
         """
         ahead = step.guesses[:-1]
         if not self._predictors or any(set(g) != set(self._predictors) for g in ahead):

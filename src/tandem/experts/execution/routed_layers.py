@@ -46,7 +46,7 @@ def can_read(call: RoutedCall) -> bool:
 
 
 class _Prepared(NamedTuple):
-    """A layer that was seen before."""
+    """A layer that was prepared before."""
 
     layer: HostLayer
     slots: LayerSlots | None
@@ -55,7 +55,7 @@ class _Prepared(NamedTuple):
     runs_steps: bool
 
     def is_of(self, layer: HostLayer, functions: ExpertFunctions) -> bool:
-        """Whether it is of this layer as it is now."""
+        """Whether it belongs to this layer in its present state."""
         slots = layer.slots if isinstance(layer, PackedLayer) else None
         return self.layer is layer and self.slots is slots and self.functions is functions
 

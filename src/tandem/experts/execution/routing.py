@@ -94,7 +94,7 @@ class Routing:
         return LayerLoad(layer, self.experts, self.tokens, by_expert, self._routes())
 
     def _routes(self) -> Sequence[Sequence[int]]:
-        """Return the experts of each token that has any; nothing if one lacks some of them."""
+        """Return the experts of each token that has any; empty if a token lacks some."""
         if self._single is not None:
             return (self._single,)
         rows = self._flat.reshape(self.num_tokens, self.top_k)

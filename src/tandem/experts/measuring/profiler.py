@@ -175,7 +175,7 @@ def seconds_each(one: float, many: float, several: int, least: float) -> float:
 
 
 def beside(other: Callable[[], object], work: Callable[[], float]) -> float:
-    """Return what `work` measures while a thread repeats `other`."""
+    """Return the result of `work` while a thread repeats `other`."""
     stop = threading.Event()
 
     def keep_on() -> None:

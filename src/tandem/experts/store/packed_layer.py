@@ -186,7 +186,7 @@ class PackedLayer:
         return layout.down_format if tensor_name == "down_proj" else layout.format
 
     def _orders(self) -> Tensor:
-        """Return the orders of all experts' inputs (num_experts, hidden_size), to be written."""
+        """Return the tensor for all experts' input orders (num_experts, hidden_size)."""
         if self.input_order is None:
             in_order = torch.arange(self.layout.hidden_size, dtype=torch.int32, device="cpu")
             self.input_order = in_order.repeat(self.arrivals.num_experts, 1)
@@ -263,7 +263,7 @@ class PackedLayer:
         return self.arrivals.num_experts * self.layout.num_bytes
 
     def _are_halves(self, tensor_name: str, parts: Sequence[Tensor]) -> bool:
-        """Whether gate and up come apart, as they are packed: else they are joined first."""
+        """Whether gate and up are packed separately; otherwise they are joined first."""
         if tensor_name != "gate_up_proj" or self._is_interleaved or self.is_transposed:
             return False
         shape = (self.layout.intermediate_size, self.layout.hidden_size)
@@ -272,7 +272,7 @@ class PackedLayer:
     def _roundings(
         self, tensor_name: str, expert: int, parts: Sequence[Tensor], importance: Tensor | None
     ) -> list[Rounding]:
-        """Return where an expert's weights are to be rounded; a bias is written."""
+        """Return the targets for rounding an expert's weights; a bias is written directly."""
         name, out = f"{self.arrivals.name}, expert {expert}", self.buffers[expert]
         layout, interleaved = self.layout, self._is_interleaved
         if self._are_halves(tensor_name, parts):

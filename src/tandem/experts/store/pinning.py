@@ -1,13 +1,13 @@
 """Pins the host store after it is filled, layer by layer, as far as device and system allow.
 
-Copies from pinned memory are faster and do not block the CPU; without it everything works, slower.
+Copies from pinned memory are faster and do not block the CPU; without it everything works, but
+slower.
 
 A layer in ordinary memory is pinned in place. A layer in a mapped file (a packed checkpoint) is
-first copied to ordinary memory, if enough is free: pages of a file cannot be pinned on every
-system, and where they can, the system copies them too. A layer whose pages are not its alone, so
-that the driver refuses it, is also copied. The first layer that cannot be pinned either way ends
-the attempt. For experts on a disk the host slots are pinned, layer by layer; their memory then
-stays allocated.
+first copied to ordinary memory, if enough is free: not every system can pin pages of a file, and
+one that can copies them too. A layer that shares pages with other memory, so that the driver
+refuses it, is also copied. The first layer that cannot be pinned either way ends the attempt. For
+experts on a disk the host slots are pinned, layer by layer; their memory then stays allocated.
 """
 
 import mmap
@@ -113,7 +113,7 @@ def _pin_layer(layer: HostLayer, pin: Pin) -> int:
 
 
 def _move(layer: HostLayer) -> int:
-    """Give a layer memory of its own, on pages of its own; returns its bytes."""
+    """Move a layer to memory of its own, on separate pages; returns its bytes."""
     layer.move_to({name: _on_own_pages(tensor) for name, tensor in layer.stored().items()})
     return _stored_bytes(layer)
 
@@ -123,7 +123,7 @@ def _stored_bytes(layer: HostLayer) -> int:
 
 
 def _on_own_pages(tensor: Tensor) -> Tensor:
-    """Return a copy in the memory of packed weights, which shares no page with anything else."""
+    """Return a copy like packed weights' memory, which shares no page with anything else."""
     page = mmap.PAGESIZE
     memory = allocate(-(-tensor.nbytes // page) * page + page)
     begin = -memory.data_ptr() % page

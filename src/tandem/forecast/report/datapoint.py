@@ -45,7 +45,7 @@ def write_datapoint(path: Path, record: Record, seconds: float) -> None:
 
 
 def _named(profile: HardwareProfile) -> HardwareProfile:
-    """Return a profile with a name that says elsewhere what it is of."""
+    """Return a profile with a neutral name."""
     return replace(
         profile, name=f"{profile.cpu}, {profile.cpu_threads} threads", source="tandem datapoint"
     )

@@ -58,7 +58,7 @@ def hand_over() -> Said:
 
 
 def _memories() -> tuple[CudaStreams, Tensor, Tensor]:
-    """Return streams, and memory of the host and of the GPU between which they copy."""
+    """Return streams, and host and GPU memory between which they copy."""
     streams = CudaStreams()
     host = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu")
     return streams, host, streams.empty(_COPY_BYTES)
@@ -258,7 +258,7 @@ def _kernel_speed(name: str, num_tokens: int) -> str:
 
 
 def _seconds(work: Callable[[], None]) -> float:
-    """Return the GPU's time for some work, the median of several."""
+    """Return the GPU's median time for some work."""
     streams = CudaStreams()
     streams.seconds(Stream.COMPUTE, work)
     return sorted(streams.seconds(Stream.COMPUTE, work) for _ in range(9))[4]

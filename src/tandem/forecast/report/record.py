@@ -98,7 +98,7 @@ def _outcome_without_names(outcome: Outcome) -> Outcome:
 
 
 def _places() -> list[tuple[str, str]]:
-    """Return directories and what stands for them, the longest first."""
+    """Return directories and their replacements, the longest first."""
     package = Path(__file__).parents[2]
     named = {
         package: "tandem", Path(sys.prefix): "PYTHON", Path(sys.base_prefix): "PYTHON",

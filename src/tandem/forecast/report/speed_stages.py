@@ -75,7 +75,7 @@ class OtherPrograms:
 
 
 def _seconds_of_others() -> float:
-    """Return the processor time of all programs but this one."""
+    """Return the processor time of all other programs."""
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     except OSError:  # not Linux
@@ -114,7 +114,7 @@ def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Sai
 
 
 def _cut_to_memory(shape: ModelShape, offload: OffloadConfig) -> ModelShape:
-    """Return as many of a shape's layers as the free memory holds beside those of the forecast."""
+    """Return a shape cut to the layers that fit in free memory beside those of the forecast."""
     whole = shape_sizes(shape, offload)
     layer_bytes = whole.experts_bytes / whole.num_moe_layers
     room = int(_SHARE_OF_MEMORY * available_bytes() / layer_bytes)
@@ -158,7 +158,7 @@ def _measured(model: object) -> Speeds:
 
 
 def _shape(name: str) -> ModelShape:
-    """Return a released shape with fewer token ids, which cost memory and say nothing here."""
+    """Return a released shape with a smaller vocabulary, which saves memory."""
     shape = MODEL_SHAPES[name]
     return replace(shape, values=shape.values | {"vocab_size": _VOCABULARY})
 

@@ -98,7 +98,7 @@ class _Child:
         return found
 
     def end(self) -> None:
-        """Kill the process: what a stage began is not waited for."""
+        """Kill the process without waiting for its stage."""
         if self._process is not None and self._connection is not None:
             self._process.kill()
             self._process.join()
@@ -133,7 +133,7 @@ class _Child:
 
 
 def _serve(connection: Connection, errors: str) -> None:
-    """Run in the child: stage after stage, until the other end is gone."""
+    """Run in the child: run stages until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # however the parent ends itself
     descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

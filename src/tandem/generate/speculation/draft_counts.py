@@ -1,4 +1,4 @@
-"""Counts how many tokens steps had drafted, and why others had none."""
+"""Counts steps by their number of drafted tokens, and by the reason for none."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -44,7 +44,7 @@ class DraftCounts:
         )
 
     def copy(self) -> "DraftCounts":
-        """Return the sums as they are now."""
+        """Return a copy of the counts."""
         return replace(self, steps=self.steps.copy())
 
     def line(self) -> str:

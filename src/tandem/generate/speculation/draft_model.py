@@ -72,7 +72,7 @@ class DraftModel:
     def _catch_up(
         self, pool: CpuSlotPool, histories: Mapping[int, Sequence[int]]
     ) -> dict[int, Guess]:
-        """Read what slots do not hold of their sequences; return what may come next."""
+        """Read the sequences' tokens that slots lack; return guesses of the next tokens."""
         new = {}
         for slot, tokens in histories.items():
             shared = pool.usable(slot, num_shared(pool.held(slot), tokens))
@@ -81,13 +81,13 @@ class DraftModel:
         return dict(zip(new, read(pool, new), strict=True))
 
     def _writing_on(self, pool: CpuSlotPool, slots: Sequence[int]) -> AbstractContextManager[None]:
-        """Let the slots forget, afterwards, what is drafted."""
+        """Take back the drafted tokens at the end of the context."""
         return pool.on_trial(slots)
 
     def _written_on(
         self, pool: CpuSlotPool, drafts: Mapping[int, Sequence[Guess]]
     ) -> dict[int, Guess]:
-        """Return what may follow drafts of one length."""
+        """Return guesses after drafts of one length."""
         lasts = {slot: guesses[-1].token for slot, guesses in drafts.items()}
         return dict(zip(lasts, _best(pool.decode(lasts)), strict=True))
 
@@ -98,7 +98,7 @@ class DraftModel:
         return self._pool
 
     def _possible(self, guesses: Sequence[Guess]) -> SureDraft:
-        """Return a draft up to the first token that the other model lacks."""
+        """Return a draft up to the first token that the other model's vocabulary lacks."""
         known = [*takewhile(lambda guess: guess.token < self._num_tokens, guesses)]
         return SureDraft([guess.token for guess in known], [guess.sureness for guess in known])
 
@@ -112,7 +112,7 @@ def read(pool: CpuSlotPool, tokens: Mapping[int, Sequence[int]]) -> list[Guess]:
 
 
 def _best(logits: Tensor) -> list[Guess]:
-    """Return the likeliest token by each of logits (n, vocabulary)."""
+    """Return the likeliest token for each row of logits (n, vocabulary), with its probability."""
     values, tokens = logits.float().max(-1)
     surenesses = (values - logits.float().logsumexp(-1)).exp()
     return [*map(Guess, tokens.tolist(), surenesses.tolist())]

@@ -93,7 +93,7 @@ def new_speculation(name: str, parts: DraftParts) -> Speculation | None:
 
 
 def _costs(model: PreTrainedModel) -> StepCosts:
-    """Return the costs of a model's steps, of which none is known yet."""
+    """Return a model's step costs before any measurement."""
     runtime = runtime_of(model)
     cache = None if runtime is None else runtime.executor.cache
     if runtime is None or cache is None:

@@ -40,7 +40,7 @@ class MtpDrafter(DraftModel):
             main.on_hidden = self._note
 
     def _note(self, slot: int, first: int, hidden: Tensor) -> None:
-        """Take what the head has read of a slot's tokens from position `first` on."""
+        """Record what the head has read of a slot's tokens from position `first` on."""
         self._layers[0].note(slot, first, hidden)
         if len(hidden) > PROMPT_TOKENS and self._main is not None:
             for layer in self._layers:

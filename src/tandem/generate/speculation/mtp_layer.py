@@ -1,9 +1,9 @@
 """One MTP layer in slots of its own, and the pairs that it reads there.
 
-For each position the first layer takes the next token and what the model made of the tokens up to
-this one: a pair. Layer i takes the token i places later, and what layer i - 1 made of its pair.
-The pairs of a sequence may begin later than the sequence: positions are relative. They are read as
-soon as their tokens are certain; those of drafted tokens are read on trial.
+For each position the first layer reads a pair: the next token, and the model's hidden state at this
+position. Layer i reads the token i places later, and the output of layer i - 1 for its pair. A
+sequence's pairs may begin later than the sequence: positions are relative. Pairs are read once
+their tokens are certain; those of drafted tokens are read on trial.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class _Pairs:
         return self.first - self.start
 
     def cut_to(self, num_read: int) -> None:
-        """Reduce the slot to `num_read` pairs; what was computed of the others becomes zero."""
+        """Reduce the slot to `num_read` pairs; the outputs of the others become zero."""
         gone = self.num_read - num_read
         self.rows = torch.cat([self.rows.new_zeros(gone, self.rows.shape[1]), self.rows])
         self.first -= gone
@@ -89,7 +89,7 @@ class MtpLayer:
             self.after._cut(slot, 0)
 
     def _cut(self, slot: int, first: int) -> None:
-        """Forget what was made of a sequence from position `first` on, in later layers too."""
+        """Drop a sequence's outputs from position `first` on, in later layers too."""
         known = self._pairs.get(slot)
         if known is not None and first <= known.start:
             del self._pairs[slot]
@@ -134,7 +134,7 @@ class MtpLayer:
         return self._read({slot: (last,) for slot, last in lasts.items()}, rows, None)
 
     def _go_on(self, slot: int, sequence: Sequence[int]) -> None:
-        """Let a slot hold the pairs that were read, as far as the sequence is still the same."""
+        """Keep the pairs that were read in a slot, as far as the sequence is unchanged."""
         assert self._pool is not None
         pool, pairs = self._pool, self._pairs[slot]
         held = pool.held(slot)[: pairs.num_read]
@@ -155,9 +155,9 @@ class MtpLayer:
         rows: Sequence[Tensor],
         firsts: Mapping[int, int] | None,
     ) -> dict[int, Guess]:
-        """Read pairs of some slots; return what may come after each slot's last.
+        """Read pairs of some slots; return guesses after each slot's last one.
 
-        `firsts` are their positions; None: they are on trial.
+        `firsts` are their positions; None: they are read on trial.
         """
         if not tokens:
             return {}

@@ -1,4 +1,4 @@
-"""What multi-token steps read where experts are resident, from the executor's events."""
+"""Counts the bytes that multi-token steps read of resident experts, from the executor's events."""
 
 import contextlib
 import weakref

@@ -40,7 +40,7 @@ def load_profile(name_or_path: str) -> HardwareProfile:
 
 
 def _profile_in(text: str) -> str:
-    """Return the profile that the text of a datapoint holds, or the text: it may be a profile."""
+    """Return the profile inside a datapoint's text, or the text itself, which may be a profile."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -89,7 +89,7 @@ def shape_for(profile: HardwareProfile, model: str, geometry: Geometry) -> Shape
 
 
 def _distance(costs: ShapeCosts, geometry: Geometry) -> tuple[int, int, int]:
-    """Return how unlike a shape is: experts first, then top-k, then layers."""
+    """Return the distance between shapes: by experts, then top-k, then layers."""
     return (
         abs(costs.num_experts - geometry.num_experts),
         abs(costs.top_k - geometry.top_k),

@@ -1,4 +1,4 @@
-"""DBRX: all experts' matrices of one kind lie one below the other in one tensor."""
+"""DBRX: one tensor has all experts' matrices of one kind, stacked by rows."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts, StackedRows
 
 
 class DbrxExperts(nn.Module):
-    """The experts of a layer; replaces the module that computed them one after the other."""
+    """The experts of a layer; replaces the module that computed them one after another."""
 
     STACKED = (
         StackedRows(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.gate_up_proj"),

@@ -50,7 +50,7 @@ class LookAhead:
         ]
 
     def for_graphs(self) -> list[AskedRouter | None] | None:
-        """Return the routers after the first as captured steps ask them; None: they cannot.
+        """Return the routers after the first in the form of captured steps; None: not all have it.
 
         An entry is None for a router by token id, whose choice is known.
         """
@@ -77,7 +77,7 @@ class LookAhead:
         return listen
 
     def _hear(self, layer: int, hidden: Tensor, token_ids: Tensor | None) -> None:
-        """Record what a layer's router reads, and learn its difference from the one before."""
+        """Record what a layer's router reads, and learn its difference from the last input."""
         if layer == 0 or token_ids is not None:
             self._token_ids = token_ids
         hidden = hidden.clone()  # a recorded step uses its memory again
@@ -98,7 +98,7 @@ class LookAhead:
         )
 
     def __call__(self, layer: int) -> tuple[Hint, ...]:
-        """Return what is predicted for the layer after this one, whose router has just run."""
+        """Return the prediction for the next layer, after a layer's router has run."""
         self.guesses = {}
         if self._hidden is None or self._layer != layer or layer + 1 >= len(self._routers):
             return ()
@@ -132,10 +132,10 @@ def look_ahead(
     cache_path: Path,
     residuals_path: str | None = None,
 ) -> LookAhead | str:
-    """Return what looks ahead in a model, or a sentence that says why nothing can.
+    """Return the object that looks ahead in a model, or a sentence why nothing can.
 
-    Residual vectors are read from `residuals_path`, else from a calibration, else they are learned
-    while the model runs.
+    Residual vectors are read from `residuals_path`, otherwise from a calibration, otherwise they
+    are learned while the model runs.
     """
     routers = find_routers(model, bound)
     if isinstance(routers, str):

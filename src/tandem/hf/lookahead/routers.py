@@ -92,7 +92,7 @@ def find_routers(model: PreTrainedModel, bound: Bound) -> list[Router] | str:
 def _watch(
     experts: dict[str, int], names: dict[nn.Module, str]
 ) -> Iterator[tuple[list[_Call], dict[str, Tensor]]]:
-    """Note what every module returns and what the experts receive."""
+    """Record what every module returns and what the experts receive."""
     calls: list[_Call] = []
     choices: dict[str, Tensor] = {}
 
@@ -127,7 +127,7 @@ def _nearest(
     names: dict[nn.Module, str],
     choice: Tensor,
 ) -> _Call | None:
-    """Return the call that made a choice, in the smallest block that holds these experts only."""
+    """Return the call that made a choice, in the smallest block with only these experts."""
     block = name
     while block:
         block = block.rpartition(".")[0]
@@ -153,7 +153,7 @@ def _matches(output: object, choice: Tensor) -> bool:
 
 
 def _is_replayable(call: _Call, stored: set[int], ids: Tensor) -> bool:
-    """Tell whether all but the hidden state is stored in the model, or token ids, or no tensor."""
+    """Tell whether all inputs but the hidden state are stored, token ids, or no tensors."""
     rest = (*call.args[1:], *call.options.values())
     is_hidden = isinstance(call.args[0], Tensor) and call.args[0].is_floating_point()
     return is_hidden and all(
@@ -164,5 +164,5 @@ def _is_replayable(call: _Call, stored: set[int], ids: Tensor) -> bool:
 
 
 def _kept(part: object, ids: Tensor) -> object:
-    """Return an argument as it is kept: of token ids only that they belong there."""
+    """Return the stored form of an argument; for token ids only a marker."""
     return TOKEN_IDS if _matches(part, ids) else part

@@ -152,7 +152,7 @@ class MatrixBlocks:
             self.scales[chosen].view(torch.float16).copy_(_to_blocks(coded.super_scales))
 
     def _factors(self) -> Tensor:
-        """Return the factors that are all of the scales, row by row."""
+        """Return the factors that form all of the scales, row by row."""
         assert self.scales is not None
         return _from_blocks(self.scales.view(torch.float16))
 
@@ -205,13 +205,13 @@ class _SuperLines:
 
 
 def _to_blocks(row_major: Tensor) -> Tensor:
-    """Turn (16 * blocks, n) into a view (blocks, n, 16)."""
+    """View (16 * blocks, n) as (blocks, n, 16)."""
     by_block: Tensor = row_major.unflatten(0, (-1, ROWS_PER_BLOCK))  # (blocks, 16, n)
     return by_block.transpose(1, 2)
 
 
 def _from_blocks(blocks: Tensor) -> Tensor:
-    """Turn (blocks, n, 16) into a copy (16 * blocks, n)."""
+    """Copy (blocks, n, 16) to (16 * blocks, n)."""
     return blocks.transpose(1, 2).flatten(0, 1)
 
 

@@ -36,11 +36,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """Where the parts of an expert lie in its buffer; the same for all experts of a layer.
+    """The places of an expert's parts in its buffer; the same for all experts of a layer.
 
-    Every section starts at a multiple of 64 bytes, and `num_bytes` is one too: experts that follow
-    each other in a (num_experts, num_bytes) tensor stay aligned. `format` is the first
-    projection's, and the second's too unless `second_format` is given.
+    Every section starts at a multiple of 64 bytes, and so does the end (`num_bytes`): consecutive
+    experts in a (num_experts, num_bytes) tensor stay aligned. `format` is the first projection's,
+    and also the second's unless `second_format` is given.
     """
 
     format: WeightFormat

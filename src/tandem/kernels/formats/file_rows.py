@@ -22,12 +22,11 @@ _NUMBER_DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class FileBlocks:
-    """Rows of blocks: (rows, bytes) uint8, contiguous, where they lie in a mapped file.
+    """Rows of blocks in a mapped file: (rows, bytes) uint8, contiguous.
 
-    `kind` is ggml's number of the blocks' type. `order` (rows,) int64 says which row of the source
-    each row is; None: the same. `table` has what each of 256 codes becomes in the format; None: the
-    same. `factor` is an fp32 number, what the values of a format with factors of rows are to be
-    multiplied with; None: 1.
+    `kind` is ggml's number of the blocks' type. `order` (rows,) int64 has each row's index in the
+    source; None: the same. `table` maps each of 256 codes to the format's; None: the same. `factor`
+    (fp32) multiplies the values of a format with factors per row; None: 1.
     """
 
     rows: npt.NDArray[np.uint8]
@@ -67,12 +66,11 @@ class FileBlocks:
 class FileFields:
     """Codes of a (rows, cols) matrix in words of 32 bits, lowest bits first, and their scales.
 
-    `words` is (rows, words) int32, or its bytes, of any strides; where eight rows share a word,
-    `places` has for each of them, a nibble each, which field of it is theirs, and `words` is
-    (rows / 8, cols). The format's width is the codes'. `flip` has the bits of a code that are
-    turned. `scales` and `minima` are (rows, groups), for fp8 (rows / 128, groups), rounded up; they
-    may be views that repeat. A group of theirs may be several of the format's. `factor` is that of
-    `FileBlocks`.
+    `words` is (rows, words) int32, or its bytes, of any strides. Where eight rows share a word,
+    `words` is (rows / 8, cols), and `places` has a nibble per row: the row's field in the word. The
+    format's width is that of the codes. `flip` has the bits of a code that are inverted. `scales`
+    and `minima` are (rows, groups), for fp8 (rows / 128, groups), rounded up; they may be views
+    that repeat. One of their groups may be several of the format's. `factor` is as in `FileBlocks`.
     """
 
     words: Tensor
@@ -172,6 +170,6 @@ def _fields(source: FileFields, fmt: WeightFormat) -> "_native.FieldRows":
 
 
 def _span(view: Tensor) -> int:
-    """Return the bytes from a view's first number to the end of its last one."""
+    """Return the bytes from a view's first number to the end of its last number."""
     steps = ((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
     return (sum(steps) + 1) * view.element_size()

@@ -1,9 +1,9 @@
 """The best lines, scales and factors for formats with a grid (IQ2 and IQ3): the reference.
 
-A group's scale is an odd multiple of its super-block's factor. For a scale s a line g has the error
-s * (s * sum(w g g) - 2 * sum(w |x| g)) plus a constant, so every line of the grid is tried. For
-chosen lines and multiples m, the factor of least error is sum(w |x| m g) over sum(w m m g g). It
-makes all values too small by the error's share, and this adds up from layer to layer; so the last
+A group's scale is an odd multiple of its super-block's factor. For a scale s, a line g has the
+error s * (s * sum(w g g) - 2 * sum(w |x| g)) plus a constant, so every line of the grid is tried.
+For chosen lines and multiples m, the factor of least error is sum(w |x| m g) over sum(w m m g g).
+It makes all values too small in proportion to the error, and this adds up over layers. So the final
 factor is the one that makes their products with the weights right, sum(w x x) over sum(w |x| m g).
 Sums run in the native order.
 """
@@ -27,10 +27,10 @@ _SUPER_COLS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """`lines` is (rows, places) int64, `steps` (rows, groups) fp32, the others (rows, supers).
+    """A choice of lines and scales for super-blocks.
 
-    `along` and `square` are the products of values before the factor, with the weights and with
-    themselves.
+    `lines` is (rows, places) int64, `steps` (rows, groups) fp32, the others (rows, supers). `along`
+    and `square` are the products of values before the factor, with the weights and with themselves.
     """
 
     lines: Tensor
@@ -60,7 +60,7 @@ def round_to_lines(
 
 
 class _GridWeights:
-    """A matrix's weights with their signs taken off, and what they would lose."""
+    """A matrix's magnitudes, with functions for the error of lines."""
 
     def __init__(self, x: Tensor, importance: Tensor | None, fmt: WeightFormat) -> None:
         encoding, self.cols = fmt.encoding, x.shape[2]
@@ -83,7 +83,7 @@ class _GridWeights:
 
     @cached_property
     def squares(self) -> Tensor:
-        """Return what each line's squares count at each place, (places, lines)."""
+        """Return the weighted sum of squares of each line at each place, (places, lines)."""
         weights = self.weights.view(1, -1, self._line_cols)
         return self._sums(weights, self.magnitudes * self.magnitudes)[0]
 
@@ -107,14 +107,14 @@ class _GridWeights:
         return of_groups.repeat_interleave(self.cols // self._line_cols, dim=1)
 
     def errors(self, scales: Tensor) -> Tensor:
-        """Return half of what the best lines lose at (rows, groups) scales."""
+        """Return half of the best lines' error at (rows, groups) scales."""
         halves = self._by_place(scales * 0.5)[..., None]
         least = (halves * self.squares - self.along).amin(-1)
         in_group = least.unflatten(1, (scales.shape[1], -1))
         return _summed(in_group) * scales
 
     def best_scales(self) -> Tensor:
-        """Return the scale of each group that loses least, of a few."""
+        """Return the scale of least error of each group, from a few candidates."""
         shares = torch.tensor(GRID_SHARES, device="cpu")
         scales = torch.stack([self.peaks / (self.largest * share) for share in shares])
         errors = torch.stack([self.errors(one) for one in scales])
@@ -131,7 +131,7 @@ class _GridWeights:
         return torch.where(errors[2] < least, steps[2], below)
 
     def fit_scales(self, scales: Tensor) -> _Fit:
-        """Bring (rows, groups) scales to steps of a factor, and choose lines."""
+        """Convert (rows, groups) scales to steps of a factor, and choose lines."""
         groups = _SUPER_COLS // self.cols
         largest = scales.unflatten(1, (-1, groups)).amax(-1)
         factor = (largest / (2 * _STEPS - 1)).half().float()
@@ -160,10 +160,10 @@ class _GridWeights:
 
 
 def _without_signs(sizes: Tensor, signs: Tensor, *, is_even: bool) -> tuple[Tensor, Tensor]:
-    """Return (rows, cols) weighed sizes and signs.
+    """Return weighted magnitudes (rows, cols) and signs.
 
-    Where eight signs are to be an even number, the weight that counts least gets the wrong one: its
-    size is then below zero.
+    If eight signs must have an even number of negative ones, the least important weight gets the
+    wrong sign: its magnitude is then negative.
     """
     if not is_even:
         return sizes, signs.long()
@@ -188,7 +188,7 @@ def _inverse(x: Tensor) -> Tensor:
 
 
 def _better(one: _Fit, other: _Fit) -> _Fit:
-    """Return `one` in the super-blocks where it loses less, else `other`."""
+    """Return `one` in the super-blocks where its error is less, otherwise `other`."""
     is_better = _error(one) < _error(other)
 
     def chosen(a: Tensor, b: Tensor) -> Tensor:
@@ -202,5 +202,5 @@ def _better(one: _Fit, other: _Fit) -> _Fit:
 
 
 def _error(fit: _Fit) -> Tensor:
-    """Return what a fit loses, (rows, supers), beside what is the same for all."""
+    """Return a fit's error, (rows, supers), without the constant that all fits share."""
     return fit.factor * (fit.factor * fit.square - 2 * fit.along)

@@ -38,7 +38,7 @@ def read_words(fmt: WeightFormat, words: Tensor) -> tuple[Tensor, Tensor, Tensor
 def write_words(
     fmt: WeightFormat, codes: Tensor, scales: Tensor, factors: Tensor | None, name: str = "weight"
 ) -> Tensor:
-    """Invert `read_words`; `ModelError` with `name` for codes that are no line of the grid."""
+    """Invert `read_words`; `ModelError` with `name` for codes that form no line of the grid."""
     grid = _grid(fmt)
     stored = codes.long().unflatten(1, (-1, _SUPER_COLS))
     numbers = _joined(stored & ((1 << grid.sign_bit) - 1), grid.line_cols, grid.line_bits)
@@ -83,7 +83,7 @@ def lines_of(fmt: WeightFormat) -> Tensor:
 
 @cache
 def _numbers_of_lines(fmt: WeightFormat) -> Tensor:
-    """Return each line's number by its 16 bits, -1 for what is none."""
+    """Return each line's number by its 16 bits, -1 for bits that are no line."""
     numbers = torch.full((1 << 16,), -1, device="cpu")
     lines = lines_of(fmt)
     numbers[lines] = torch.arange(len(lines), device="cpu")
@@ -91,13 +91,13 @@ def _numbers_of_lines(fmt: WeightFormat) -> Tensor:
 
 
 def _places(field: BitField, count: int) -> tuple[Tensor, Tensor]:
-    """Return the word and the bit in it of each number."""
+    """Return each number's word and its bit in that word."""
     at = torch.tensor([field.at(number) for number in range(count)], device="cpu")
     return at // 32, at % 32
 
 
 def _numbers(words: Tensor, field: BitField, count: int) -> Tensor:
-    """Return (rows, supers, count) numbers of (rows, supers, words) int64."""
+    """Return `count` numbers from words: (rows, supers, words) int64 to (rows, supers, count)."""
     word, bit = _places(field, count)
     return words[..., word] >> bit & ((1 << field.width) - 1)
 

@@ -43,7 +43,7 @@ def _e2m1_codes(magnitude: Tensor, exponent: Tensor) -> Tensor:
 def _round_e2m1(scaled: Tensor) -> Tensor:
     """Round to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 (ties to even codes): codes 0..7, fp32.
 
-    The lines through the codes at steps of 0.5, 1 and 2: the lowest is the one that counts.
+    Three lines pass through the codes, at steps of 0.5, 1 and 2; the lowest one gives the code.
     """
     code = torch.minimum(scaled + 2, scaled * 2)
     return torch.minimum(code, scaled.mul_(0.5).add_(4), out=code).clamp_(max=7).round_()

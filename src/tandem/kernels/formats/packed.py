@@ -102,7 +102,7 @@ def write_weights(roundings: Sequence[Rounding], *, has_search: bool = True) -> 
 
 
 def _column_importance(rounding: Rounding) -> Tensor | None:
-    """Return the importance of the columns, those of the padding included; None: all alike."""
+    """Return the columns' importance, including padding; None: all are equal."""
     _, fmt, weight, _, importance = rounding
     cols, width = weight.shape[1], fmt.padded_cols(weight.shape[1])
     if importance is None and not fmt.encoding.has_zero and width > cols:

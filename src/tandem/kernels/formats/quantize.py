@@ -45,9 +45,9 @@ def quantize(
     """Round (rows, cols) fp32 weights, whole blocks and whole groups, to codes and scales.
 
     The scale of each group minimises sum(importance * (weight - value)^2); `importance` is (cols,),
-    None weighs all alike. Without the search, and always for fp8, the scale is the one of the
-    largest magnitude.
-    Raises `ModelError` with `name` for NaN, infinity, weights too large for the format, and `iq1`.
+    None means equal weights. Without the search, and always for fp8, the scale is that of the
+    largest magnitude. Raises `ModelError` with `name` for NaN, infinity, weights too large for the
+    format, and `iq1`.
     """
     if fmt.kind.startswith("iq1"):
         raise ModelError(

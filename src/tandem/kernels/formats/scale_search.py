@@ -75,7 +75,8 @@ def fit_table(
 ) -> tuple[Tensor, Tensor]:
     """Return stored codes (like `x`, uint8) and fp16 scales (rows, groups) of a format's table.
 
-    Arguments as of `fit_symmetric`. The search puts the peak at shares of either end, and refits.
+    The arguments are those of `fit_symmetric`. The search puts the peak at fractions of either end
+    of the table, and refits.
     """
     weights = torch.ones((), device="cpu") if importance is None else importance
     table = fmt.encoding.table
@@ -152,10 +153,10 @@ def _best_affine(
 def _refit_affine(
     codes: Tensor, weighted: Tensor, sum_x: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the best fp16 scale, the minimum that goes with it, and their error.
+    """Return the best fp16 scale, its minimum, and their error.
 
-    `weighted` is the groups' weights around their middle, times importance; the minimum is counted
-    from there, and the error leaves out their own sum of squares.
+    `weighted` is the groups' weights relative to their middle, times importance. The minimum is
+    relative to the middle too, and the error excludes the weights' own sum of squares.
     """
     sum_qx = torch.mul(codes, weighted).sum(-1)
     weighted_codes = codes * weights
@@ -169,7 +170,7 @@ def _refit_affine(
 
 
 def _affine_error(x: Tensor, scales: Tensor, minima: Tensor, weights: Tensor, top: int) -> Tensor:
-    """Return the squared error (rows, groups) that rounding with a scale and a minimum leaves."""
+    """Return the squared error (rows, groups) of rounding with a scale and a minimum."""
     shifted = x - minima.float()[..., None]
     codes = _round(shifted, _inverse(scales), (0, top), out=torch.empty_like(shifted))
     loss = codes.mul_(scales.float()[..., None]).sub_(shifted)
@@ -181,5 +182,5 @@ def _round(x: Tensor, inverse: Tensor, limits: tuple[int, int], *, out: Tensor) 
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """Return 1 / scale in fp32, and 0 where the scale is 0 or next to it: such groups are zero."""
+    """Return 1 / scale in fp32, and 0 where the scale is 0 or tiny: such groups are zero."""
     return scales.float().reciprocal().nan_to_num(0, 0, 0)

@@ -46,7 +46,7 @@ def _stretched(
 ) -> CodedMatrix:
     """Return the codes with super-scales that make products with the weights right.
 
-    Scales of least error make values too small, all alike (as of grids).
+    Scales of least error make all values too small (as for grids).
     """
     weighed = x if importance is None else x * importance
     values = decode(coded, fmt).view(x.shape)

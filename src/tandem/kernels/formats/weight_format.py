@@ -123,7 +123,7 @@ def _with_signs(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _of_grid(number: int, name: str, values: tuple[float, ...]) -> Encoding:
-    """Return the encoding of codes that are lines of a grid, with `values` of codes in them."""
+    """Return the encoding of codes that form lines of a grid; `values` is their number per line."""
     table = values if name.startswith("iq1") else _with_signs(values)
     bits = (len(table) - 1).bit_length()
     return Encoding(

@@ -57,7 +57,7 @@ def attention_in_pieces(
     sinks: Tensor | None,
     bias: BiasOf | None = None,
 ) -> Tensor:
-    """Do what `_attention_by_scores` does, for some queries at a time."""
+    """Compute `_attention_by_scores` for some queries at a time."""
     # fp32 scores of 2,048 queries of gpt-oss at 8,192 positions are 4 GB, and there are copies.
     bytes_per_query = 4 * q.shape[0] * q.shape[1] * k.shape[2]
     count = max(1, _MOST_SCORE_BYTES // bytes_per_query)
@@ -86,7 +86,7 @@ def _attention_by_scores(
     sinks: Tensor | None,
     added: Tensor | None,
 ) -> Tensor:
-    """Do what `attention` does with all scores in memory, for cases that fused kernels lack."""
+    """Compute `attention` with all scores in memory, for cases that fused kernels lack."""
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * form.scale
     if added is not None:
         scores = scores + added

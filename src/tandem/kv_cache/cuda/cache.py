@@ -118,7 +118,7 @@ class StaticKvCache(SlotCache):
         self.states.begin_prompt(segment)
 
     def places(self, num_tokens: int) -> StepPlaces:
-        """Return where the tokens of steps of this size stand: always the same tensors."""
+        """Return the slots and positions of steps of this size: always the same tensors."""
         if num_tokens not in self._places:
             self._places[num_tokens] = StepPlaces(num_tokens, self._device)
         return self._places[num_tokens]
@@ -129,9 +129,9 @@ class StaticKvCache(SlotCache):
         return self.attended_length, self._is_aligned, self.states.have_log
 
     def begin_decode(self, counts: Mapping[int, int], num_tokens: int) -> None:
-        """Announce the next tokens of some slots, by slot how many, and queue what the step reads.
+        """Announce the next tokens of some slots (`counts` by slot), and queue the step's inputs.
 
-        A step has one of few sizes; padding tokens fill it up. They write behind the tokens of the
+        There are few step sizes; padding tokens fill the rest. They write after the tokens of the
         shortest slot, whose length does not change. All but the first token of a slot may be taken
         back by `truncate`.
         """
@@ -217,7 +217,7 @@ class StaticKvCache(SlotCache):
         return prefill(call, keys, values)
 
     def _attend_in_windows(self, call: AttentionCall) -> Tensor:
-        """Attend as of `attend` in a model some of whose layers have compressed keys."""
+        """Compute `attend` for a model in which some layers have compressed keys."""
         number = self._expected_layer()
         if not call.form.window or call.form.num_kv_heads > 1 or self._kernels is not None:
             raise NotInSlotsError("compressed keys stand beside no window of one head's keys")
@@ -317,9 +317,7 @@ class StaticKvCache(SlotCache):
         return out[0].transpose(0, 1).contiguous()  # as models' code looks at it
 
     def _prefill_latents(self, call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with a prompt's few tokens to the one key that all heads share, without copying
-        it.
-        """
+        """Attend with a prompt's few tokens to the key that all heads share, without copying it."""
         form, query, _, _, sinks, selected, *_ = call
         mask = self._seen_by_last(query.shape[1], keys.shape[1], form.window, selected)[:, None]
         of_tokens = query.transpose(0, 1)[None]  # (1, n_tokens, heads, dim)
@@ -329,7 +327,7 @@ class StaticKvCache(SlotCache):
     def _seen_by_last(
         self, count: int, total: int, window: int, selected: Tensor | None, chunk: int = 0
     ) -> Tensor:
-        """Return what the last `count` of `total` positions see: (count, total)."""
+        """Return a mask of what the last `count` of `total` positions see: (count, total)."""
         place = torch.arange(total - count, total, device=self._device)[:, None]
         seen = visible(place, torch.arange(total, device=self._device)[None], window, chunk)
         return seen if selected is None else seen & selected
@@ -379,9 +377,9 @@ class StaticKvCache(SlotCache):
         self.capacity = capacity  # only now: without memory for all layers the old one holds
 
     def _read_slots(self) -> slice | Tensor:
-        """Return the slots whose keys the step's tokens read: the same, one each in order, or any.
+        """Return the slots that the step's tokens read: one each in order, all the same, or any.
 
-        Reading those of any slots copies them.
+        Reading any slots copies them.
         """
         if len(self.lengths) == 1:
             return slice(1)
@@ -389,7 +387,7 @@ class StaticKvCache(SlotCache):
 
 
 def _with_mask(call: AttentionCall) -> AttentionCall:
-    """Return a call with the mask that `select` gave; models' code makes integers of it."""
+    """Return a call with the mask of `select`, which models' code has converted to integers."""
     return call if call.selected is None else call._replace(selected=call.selected != 0)
 
 

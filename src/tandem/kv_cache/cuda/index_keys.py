@@ -119,9 +119,7 @@ class DeviceIndexKeys(KeptIndexKeys):
 
 
 def last_of_blocks(tokens: Tensor, first: int, block: int) -> Tensor:
-    """Return those of a slot's tokens (n_tokens, ...), from position `first` on, that end a
-    block.
-    """
+    """Return the tokens (n_tokens, ...) of a slot, from position `first` on, that end a block."""
     return tokens[block - 1 - first % block :: block]
 
 
@@ -168,7 +166,7 @@ def _seen_by(
     places: Tensor,
     length: int,
 ) -> Tensor:
-    """Tell what tokens see of `length` positions, by their keys; as of `scores_of`."""
+    """Tell what tokens see of `length` positions by their keys, as in `scores_of`."""
     if not selection.by_head:
         scores = scores_of(keys, selection.scale, query, weights)
         return _seen(scores, places, selection, length)
@@ -187,7 +185,7 @@ def _visible(places: Tensor, selection: Selection, length: int) -> Tensor:
 def _seen(scores: Tensor, places: Tensor, selection: Selection, length: int) -> Tensor:
     """Tell which of `length` positions tokens see, by scores of blocks (n_tokens, n_blocks).
 
-    The greatest of those before them, and the tail behind whole blocks. Or which keys.
+    They see the best blocks before them and the positions after whole blocks. For keys: which keys.
     """
     num_blocks, block = scores.shape[1], selection.block
     num_whole = (places + 1) // block

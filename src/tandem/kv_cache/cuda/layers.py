@@ -1,7 +1,7 @@
 """The keys and values of one layer on a GPU, for all slots: (slots, KV heads, capacity, dim).
 
-int8 ones have an fp32 scale for each line of `dim`, as on the CPU. `where` on the device says where
-they lie: kernels of captured steps read it, so that a layer may grow under them.
+int8 ones have an fp32 scale for each line of `dim`, as on the CPU. `where` on the device has their
+addresses. Kernels of captured steps read it, so that a layer may grow.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class DecodeKernels(Protocol):
         ring: int,
         ratio: int,
     ) -> Tensor:
-        """Attend to windows in rings and to the compressed keys behind them: `DeviceWindows`."""
+        """Attend to windows in rings and to the compressed keys before them: `DeviceWindows`."""
 
     def select_keys(
         self,
@@ -199,7 +199,7 @@ class LayerMemory:
 
     @property
     def kind(self) -> str:
-        """The kernels' name of its dtype."""
+        """The kernels' name for its dtype."""
         return KINDS[self.dtype]
 
     @property
@@ -282,7 +282,7 @@ class LayerMemory:
 
 
 def _codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (..., dim) in int8, and a scale for each dim."""
+    """Return (..., dim) as int8 codes, and a scale for each `dim` values."""
     scale = numbers.float().abs().amax(-1) / _LARGEST
     codes = (numbers.float() / scale.clamp_min(1e-32)[..., None] + 0.5).floor()
     return codes.to(torch.int8), scale

@@ -1,4 +1,4 @@
-"""States on a GPU, at addresses that stay: convolutions and recurrences of captured steps.
+"""States on a GPU at fixed addresses: convolutions and recurrences of captured steps.
 
 Padding tokens of a decode step are idle runs.
 """
@@ -34,7 +34,7 @@ from tandem.kv_cache.states import KeptStates, StateKey
 
 @dataclass(eq=False)
 class DeviceLayer:
-    """An operation with its numbers in `StateKernels`' layout, and its states."""
+    """An operation with its weights in `StateKernels`' layout, and its states."""
 
     operation: StateOperation
     memory: StateMemory
@@ -190,5 +190,5 @@ def _fp32(numbers: Tensor | None) -> Tensor | None:
 
 
 def _transposed(numbers: Tensor) -> Tensor:
-    """Return a matrix in fp32 whose columns lie in one piece each."""
+    """Return a matrix in fp32 with contiguous columns."""
     return numbers.detach().float().t().contiguous().t()

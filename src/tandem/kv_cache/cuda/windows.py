@@ -39,7 +39,7 @@ class _Layer(NamedTuple):
         return ring_size(self.window)
 
     def num_places(self, num_tokens: int) -> int:
-        """Return how many places of a slot of so many tokens may be read."""
+        """Return how many places may be read in a slot of this many tokens."""
         return self.ring + (num_tokens // self.ratio if self.ratio else 0)
 
 
@@ -166,5 +166,5 @@ class DeviceWindows:
 
 
 def _room(window: int, ratio: int, num_tokens: int) -> int:
-    """Return for how many places a slot has room: one more, see `number_of_key`."""
+    """Return the number of places in a slot: one more than keys, see `number_of_key`."""
     return ring_size(window) + (-(-num_tokens // ratio) + 1 if ratio else 0)

@@ -52,7 +52,7 @@ class Balanced:
     def _resident_seconds(
         self, problem: LayerProblem, resident: Sequence[int]
     ) -> tuple[list[int], list[float], list[float]]:
-        """Return residents, first spilled first; by spills: GPU seconds left, end of arrivals."""
+        """Return residents in spill order; per number of spills GPU seconds, end of arrivals."""
         wait, cpu, gpu = problem.wait, problem.cpu, problem.gpu
         held = {i: gpu[i] if gpu[i] > wait[i] else wait[i] for i in resident}
         order = sorted(resident, key=lambda i: cpu[i] / held[i] if held[i] else 1e99)
@@ -74,7 +74,7 @@ class Balanced:
     def _fetch_seconds(
         self, problem: LayerProblem, absent: Sequence[int]
     ) -> tuple[list[float], list[float]]:
-        """Return by number of fetches: GPU seconds of the fetched, and when the last is done."""
+        """Return per number of fetches the fetched experts' GPU seconds, and the last one's end."""
         limit = min(len(absent), problem.max_fetches)
         gpu, link = problem.gpu, problem.link
         total, done = [0.0], [0.0]
@@ -130,7 +130,7 @@ class Balanced:
 
 
 def _one_after_another(arrivals: Sequence[tuple[float, float]]) -> float:
-    """Return when experts that arrive at these times are done, if the GPU computes nothing else."""
+    """Return when experts that arrive at these times end, if the GPU computes nothing else."""
     done = 0.0
     for arrival, seconds in arrivals:
         done = (arrival if arrival > done else done) + seconds

@@ -1,12 +1,12 @@
 """Rules for decode steps in one graph: hits that the device has published stay on the device.
 
 A resident is never spilled to the CPU, there is no plan without the device, and an expert whose
-copy is under way is a miss. Of the misses the CPU computes some; the others are copied into staging
-slots meanwhile, and a second launch computes them together, behind the hits, the CPU's share and
-the last copy. What has to come from a disk first is the CPU's, which computes it as it comes,
-behind all that memory has: copying it would only add to its wait.
+copy is under way is a miss. The CPU computes some of the misses. The others are copied into staging
+slots meanwhile, and a second launch computes them together, after the hits, the CPU's share and the
+last copy. The CPU computes misses that must be read from a disk, as they arrive and after all
+others: copying them would only add to the wait.
 
-Native code decides the same, so numbers are added one by one, in the order written here.
+Native code makes the same decisions, so numbers are added one by one, in the order written here.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Published(NamedTuple):
 
     @classmethod
     def of(cls, problem: LayerProblem) -> "Published":
-        """Return what a problem's layer is to the device."""
+        """Return a problem's layer as the device sees it."""
         held, reads = 0.0, problem.reads
         absent, under_way = list[int](), list[int]()
         in_memory, coming = list[int](), list[int]()
@@ -52,7 +52,7 @@ class Published(NamedTuple):
 
 
 def with_reads(problem: LayerProblem, layer: Published, cpu: float) -> float:
-    """Return when the CPU has computed what is read, too, the rest being done at `cpu` seconds."""
+    """Return when the CPU has also computed what is read; the rest ends at `cpu` seconds."""
     for i in layer.coming:
         cpu = max(cpu, problem.reads[i]) + problem.cpu[i]
     return cpu

@@ -53,13 +53,13 @@ _STEPS_A_TOKEN, _LONGEST_HORIZON = 3, 32
 
 
 def span_for(num_slots: int, top_k: int) -> Span:
-    """Return the span for a layer whose slots hold the experts of about so many tokens."""
+    """Return the span for a layer whose slots hold the experts of about this many tokens."""
     horizon = min(max(_STEPS_A_TOKEN * num_slots // top_k, HORIZON), _LONGEST_HORIZON)
     return Span(horizon, 1 - (1 - DISCOUNT) * HORIZON / horizon)
 
 
 class _Use(NamedTuple):
-    """What a layer uses at one step."""
+    """A layer's experts in use at one step."""
 
     load: LayerLoad
     divisor: int  # of its token counts: a prompt is one sequence among those that run
@@ -80,7 +80,7 @@ def losses(span: Span = USUAL_SPAN) -> list[int]:
 
 
 class _Pending(NamedTuple):
-    """What a layer predicted at one step, kept until the true scores are known."""
+    """A layer's prediction at one step, kept until the true scores are known."""
 
     experts: Sequence[int]
     above: Sequence[int]
@@ -254,7 +254,7 @@ class PureTable:
         return self._followed
 
     def _scores(self, rule: int) -> memoryview:
-        """Return the scores under a rule; under its own: the predicted sum plus two counts."""
+        """Return the scores under a rule; under its own, the predicted sum plus two counts."""
         if rule == RECENCY:
             return memoryview(array("I", self._last_use))
         if rule != NEXT_USE:
@@ -286,7 +286,7 @@ class PureTable:
         self._values = None
 
     def _weighed(self, load: LayerLoad, divisor: int) -> int:
-        """Return the row of token counts: at larger batches a busy expert saves more CPU time."""
+        """Return the row of token counts: in larger batches a busy expert saves more CPU time."""
         unit, half = self._lanes.unit, divisor // 2
         pairs = zip(load.experts, load.tokens, strict=True)
         return sum([unit[e] * min((tokens + half) // divisor, MAX_TOKENS) for e, tokens in pairs])

@@ -1,12 +1,12 @@
 """Which of several rules a layer's cache follows: the one whose ghost cache has had more hits.
 
-A rule is a score per expert. For each rule a ghost cache holds what that rule would hold by now;
-all see the same loads. All layers start with LRU. They leave it together once
-another rule has had more hits in all layers together than chance explains; one layer alone would
-take ten times longer to tell. From then on each layer follows a rule until another one has had
-`MARGIN` more hits since some moment. So it is never further behind the best rule than that, plus a
-refill of the cache at each change. The first rule learns, so it may be worse only at the start of a
-run. A layer returns to it after fewer hits, but needs a few more each time that it has left it.
+A rule is a score per expert. For each rule a ghost cache holds the experts that this rule would
+hold; all see the same loads. All layers start with LRU. They leave it together once another rule
+has more hits, over all layers, than chance explains; one layer alone would need ten times longer.
+From then on each layer follows a rule until another one has had `MARGIN` more hits since some
+moment. So it is never further behind the best rule than that, plus a refill of the cache at each
+change. The first rule learns, so it may be worse only at the start of a run. A layer returns to it
+after fewer hits, but needs a few more each time that it has left it.
 """
 
 from collections.abc import Sequence

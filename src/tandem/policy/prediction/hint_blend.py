@@ -1,6 +1,6 @@
 """Blends router hints into a forecast: chances are counted by expected tokens and by hint.
 
-How often is an expert used that was expected so much and that the hints named, or did not name? A
+The question is how often an expert with this expectation is used if the hints name it, or do not. A
 perfect hint makes the first certain and the second impossible, whatever was expected. A hint no
 better than chance changes nothing.
 """

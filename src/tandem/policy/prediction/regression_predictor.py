@@ -123,7 +123,7 @@ class RegressionPredictor(Prediction):
         return Forecast(scores, SUM_OFFSET, 1.0 / ONE, self._calibration.frequencies)
 
     def _note(self, load: LayerLoad) -> None:
-        """Keep a lesson for later, except for its counts, which are updated now."""
+        """Keep a lesson for later, but update its counts now."""
         layer = load.layer
         if not self._has_rows(layer):
             return
@@ -158,7 +158,7 @@ class _Tables:
         self._predicted: dict[int, tuple[int, int]] = {}  # by layer: total, rows; until taught
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Find the tokens' rows; a token that is new takes its bucket over."""
+        """Find the tokens' rows; a new token takes over its bucket."""
         self._token_rows = []
         self._predicted.clear()
         for token in token_ids:
@@ -200,7 +200,7 @@ class _Tables:
                 rows[layer] += change
 
     def _sum(self, layer: int, above: Sequence[int], before: Sequence[int]) -> tuple[int, int]:
-        """Return the sum of the active rows, and how many they are."""
+        """Return the sum of the active rows, and their number."""
         total = sum_rows(self._below[layer], above) + sum_rows(self._after[layer], before)
         for rows in self._token_rows:
             total += rows[layer]

@@ -16,7 +16,7 @@ _DECAY = 0.95
 
 @dataclass(slots=True)
 class _Rate:
-    """A decayed share of drafted tokens that came true after all before them did."""
+    """The decayed share of drafted tokens that were right, given that all before them were."""
 
     hits: float = 0.0
     trials: float = 0.0
@@ -26,7 +26,7 @@ class _Rate:
         self.trials = self.trials * decay + 1
 
     def share(self, expected: float, weight: float) -> float:
-        """Return the share, where what was expected counts as so many tokens."""
+        """Return the share; the prior counts as this many tokens."""
         return (self.hits + expected * weight) / (self.trials + weight)
 
 

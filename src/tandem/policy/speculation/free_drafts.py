@@ -32,7 +32,7 @@ class _Request:
     """What the last step's drafts cost it, in decode steps; None: it had none."""
 
     def settle(self, length: int) -> None:
-        """Count what has come since the last plan: each drafted token saved a step."""
+        """Count the tokens since the last plan: each right draft saved a step."""
         if self.price is not None:
             self.allowance += length - self.length - 1 - self.price
         if self.length:
@@ -60,7 +60,7 @@ class FreeDrafts:
     _requests: dict[int, _Request] = field(default_factory=dict)
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the drafts with the most tokens per second, if any beat none."""
+        """Return the drafts with the most tokens per second; none if no draft pays."""
         histories, rooms, batch, costs = step
         drafts = {slot: self._drafted(slot, tokens) for slot, tokens in histories.items()}
         chances = {
@@ -83,7 +83,7 @@ class FreeDrafts:
             self._requests.pop(slot).drafter.end()
 
     def _drafted(self, slot: int, tokens: Sequence[int]) -> Draft:
-        """Judge a request's last draft by what has come; return one that follows."""
+        """Judge a request's last draft by the new tokens; return the next one."""
         if slot not in self._requests:
             self._requests[slot] = _Request(self.make_drafter())
         request = self._requests[slot]
@@ -97,7 +97,7 @@ class FreeDrafts:
     def _chosen(
         self, size: int, chances: Mapping[int, Sequence[float]], batch: int, costs: StepCosts
     ) -> _Chosen:
-        """Return the likeliest drafted tokens that fill a step, of what their requests may pay."""
+        """Return the likeliest drafted tokens that fill a step and that their requests can pay."""
         one, seconds, num_drafted = costs.seconds(batch), costs.seconds(size), size - batch
         if one is None or seconds is None or num_drafted <= 0:
             return _Chosen()

@@ -51,7 +51,7 @@ class _Terms(NamedTuple):
 
 @dataclass(slots=True)
 class _Judged:
-    """A draft by its places, and by how sure the drafter was."""
+    """A draft's positions, and the drafter's confidence."""
 
     by_place: OpenDraft
     by_sureness: OpenDraft
@@ -114,7 +114,7 @@ class PaidDrafts:
         self._open.pop(slot, None)
 
     def _judge(self, slot: int, tokens: Sequence[int]) -> None:
-        """Compare a slot's last draft with what has come."""
+        """Compare a slot's last draft with the new tokens."""
         judged = self._open.get(slot)
         if judged is None:
             return
@@ -171,7 +171,7 @@ class PaidDrafts:
         return self._worth(found, terms)
 
     def _note(self, slot: int, draft: SureDraft, length: int, asked: int) -> None:
-        """Let a draft of a sequence of so many tokens be judged later."""
+        """Store a draft of a sequence of this many tokens, to be judged later."""
         tokens, count = draft.tokens, len(draft.tokens)
         if not count:  # it took its time all the same
             self.acceptance.add(0, is_hit=False)
@@ -184,14 +184,14 @@ class PaidDrafts:
         )
 
     def _least(self, terms: _Terms) -> float:
-        """Return how likely a token, with all before it, must be to be worth its time."""
+        """Return how likely a token and all before it must be to pay."""
         costs, most = terms.costs, terms.batch + terms.length
         verified = (costs.seconds(most + 1) or 0.0) - (costs.seconds(most) or 0.0)
         drafted = (self.costs.seconds(terms.length) or 0.0) / terms.length
         return min(_LIKELY, terms.speed * (verified + drafted))
 
     def _worth(self, found: Mapping[int, SureDraft], terms: _Terms) -> Drafts:
-        """Return the likeliest tokens that pay: those that are faster than the usual speed."""
+        """Return the likeliest tokens that pay: those faster than the usual speed."""
         chances = sorted(
             (
                 (chance, slot)

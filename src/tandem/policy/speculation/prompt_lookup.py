@@ -90,7 +90,7 @@ class PromptLookup:
             self._earlier.add(self._tokens[self._answer_begin :])
 
     def _found(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return where the last tokens ended before, and how many are the same; 0 if nowhere."""
+        """Return where the last tokens ended before, and how many are equal; 0 if nowhere."""
         for size in range(min(_LONGEST, len(tokens) - 1), _SHORTEST - 1, -1):
             end = self._ends.get(tuple(tokens[-size:]))
             if end is not None:
@@ -106,7 +106,7 @@ class PromptLookup:
 
 
 def _match_length(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
-    """Return how many tokens of a text before `end` are the last ones; more do not count."""
+    """Return how many tokens before `end` equal the last ones, up to a limit."""
     length, most = 0, min(end, len(tokens), _EVIDENCE[-1])
     while length < most and text[end - 1 - length] == tokens[len(tokens) - 1 - length]:
         length += 1
@@ -114,7 +114,7 @@ def _match_length(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
 
 
 def _draft(text: Sequence[int], end: int, length: int, first_kind: int) -> Draft:
-    """Return what follows a match of so many tokens, with kinds of evidence from the first on."""
+    """Return what follows a match of this many tokens, with its kinds of evidence."""
     found = text[end : end + MOST_DRAFTED]
     lengths = range(length, length + len(found))
     return Draft(found, [first_kind + sum(n >= least for least in _EVIDENCE) for n in lengths])

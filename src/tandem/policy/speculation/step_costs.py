@@ -24,7 +24,7 @@ _LEAST_SECONDS = 1e-9
 
 @dataclass(slots=True)
 class _Line:
-    """A line through points that move up and down together; flat while little is known."""
+    """A line through points with a common trend; flat while little is known."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -33,7 +33,7 @@ class _Line:
     xy: float = 0.0
 
     def add(self, x: float, y: float) -> None:
-        """Note a point."""
+        """Add a point."""
         if self.weight:
             beyond_x, beyond_y = x - self.x / self.weight, y - self.y / self.weight
             self.xx = self.xx * _SLOPE_DECAY + beyond_x * beyond_x
@@ -43,7 +43,7 @@ class _Line:
         self.y = self.y * _LEVEL_DECAY + y
 
     def at(self, x: float, level_weight: float) -> float:
-        """Return the line's height, level by so many points; 0 without any point."""
+        """Return the line's value at a place, with a prior for a flat line; 0 without points."""
         if not self.weight:
             return 0.0
         slope = self.xy / (self.xx + level_weight)
@@ -95,7 +95,7 @@ class StepCosts:
         return len(self._latest(num_tokens))
 
     def _beyond(self, num_tokens: int) -> float:
-        """Return what is specific to a size, as far as it is known."""
+        """Return the known deviation of a size from the line."""
         latest = self._latest(num_tokens)
         if not latest:
             return 0.0

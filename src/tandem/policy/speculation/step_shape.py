@@ -38,7 +38,7 @@ def shape_of_bytes(dense_bytes: float, expert_bytes: float) -> StepShape:
 
 @dataclass(slots=True, weakref_slot=True)
 class TouchedExperts:
-    """The shape for experts that are computed where they are resident, or else by the CPU."""
+    """The shape for experts that are computed where they are resident, otherwise by the CPU."""
 
     planner: Callable[[], Planner]
     """Returns who knows what is resident, and what it costs."""
@@ -65,7 +65,7 @@ class TouchedExperts:
             self._seconds[num_tokens] += share * (found - self._seconds[num_tokens])
 
     def __call__(self, num_tokens: int) -> float:
-        """Return the mean seconds of a layer for so many tokens."""
+        """Return the mean seconds of a layer for this many tokens."""
         if not self._num_seen:  # as if nothing were resident
             planner = self.planner()
             experts = planner.geometry.top_k * pow(num_tokens, _GROWTH)

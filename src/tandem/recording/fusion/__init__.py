@@ -1,8 +1,8 @@
 """Replaces well-known groups of recorded operations by one native call each.
 
-Groups are known by what they compute, not by the model that they come from. What does not match in
-every detail stays as it is; the recorded graph is compared with the model's own step before it is
-trusted.
+Groups are found by what they compute, not by the model that they come from. A group that does not
+match in every detail is unchanged; the recorded graph is compared with the model's own step before
+it is trusted.
 """
 
 from functools import partial

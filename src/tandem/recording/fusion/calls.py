@@ -148,7 +148,7 @@ def _rows(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 
 def _groups(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
-    """Match the products of matrices that have an input each."""
+    """Match the products of matrices that each have their own input."""
     owner, weights, x = operation.args
     if graph.tensor(x).stride(-1) != 1:
         return None
@@ -161,7 +161,7 @@ def _groups(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
 
 
 def _mix_in(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
-    """Match a layer's input of residual streams."""
+    """Match the computation of a layer's input from residual streams."""
     owner, connection, *refs = operation.args
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
@@ -172,7 +172,7 @@ def _mix_in(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 
 def _mix_out(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
-    """Match what residual streams become by a layer's output."""
+    """Match the update of residual streams by a layer's output."""
     owner, *refs = operation.args
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:

@@ -46,7 +46,7 @@ def match_copy(graph: Graph, operation: Operation) -> Small | None:
 
 
 def _is_known(graph: Graph, ref: object, result: Ref) -> bool:
-    """Tell whether values become those of the result: whole numbers only as they are."""
+    """Tell whether the cast to the result's dtype is known: integers only without a change."""
     if not isinstance(ref, Ref):
         return False
     source, target = graph.tensor(ref).dtype, graph.tensor(result).dtype
@@ -92,7 +92,7 @@ def _filled(sources: Sequence[Ref], parts_of: Callable[[Tensor], Sequence[Tensor
 
 
 def _moved(source: Ref, views_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Small:
-    """Copy a source to a result, both seen in the same shape."""
+    """Copy a source to a result, both viewed in the same shape."""
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         x, out = views_of(inputs[0], outputs[0])
@@ -106,7 +106,7 @@ def _laid_out(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _repeated(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """See each dimension of the result as its repetitions and what is repeated."""
+    """View each dimension of the result as repetitions and repeated part."""
     lead = out.dim() - x.dim()
     shape = (*[1] * lead, *x.shape)
     pairs = [(o // s if s else 0, s) for o, s in zip(out.shape, shape, strict=True)]

@@ -11,7 +11,7 @@ from tandem.recording.recorder import Operation, Ref
 
 
 class Found(NamedTuple):
-    """A group of operations, the last of which gives its place, and its replacement."""
+    """A group of operations, placed at its last one, and its replacement."""
 
     group: list[Operation]
     fused: Operation
@@ -50,13 +50,13 @@ class Graph:
         return bool(self._replaced)
 
     def made_by(self, ref: object, name: str) -> Operation | None:
-        """Return the operation that makes a tensor if it has this name; else None."""
+        """Return the operation that makes a tensor if it has this name; otherwise None."""
         operation = self.maker.get(ref) if isinstance(ref, Ref) else None
         is_it = operation is not None and operation.name == name and not operation.has_effects
         return operation if is_it else None
 
     def only_user(self, ref: Ref | None, name: str) -> Operation | None:
-        """Return the only operation that reads a tensor if it has this name; else None."""
+        """Return the only operation that reads a tensor if it has this name; otherwise None."""
         users = self.users.get(ref, []) if ref is not None else []
         return users[0] if len(users) == 1 and users[0].name == name else None
 

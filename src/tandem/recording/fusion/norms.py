@@ -56,7 +56,7 @@ def _match_norm(graph: Graph, root: Operation, make: MakeNorm) -> Found | None:
 def _follow(
     graph: Graph, chain: list[Operation], source: Ref
 ) -> tuple[list[Operation], Tensor | None, bool] | None:
-    """Follow what comes after the scaling: rounding, then the weight, or the other way round.
+    """Match what comes after the scaling: rounding, then the weight, or the other way round.
 
     Return the whole chain, the weight in fp32, and whether rounding comes before it.
     """

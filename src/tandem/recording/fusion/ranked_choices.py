@@ -28,7 +28,7 @@ class _Groups(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """What becomes of the chosen scores."""
+    """The operations on the chosen scores."""
 
     is_normalised: bool = False
     epsilon: float = 0.0
@@ -73,7 +73,7 @@ def _match(graph: Graph, gathered: Operation, threads: CpuThreads) -> Found | No
 
 
 def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Groups] | None:
-    """Match what leaves out groups: their best ranks summed, the best sums, a mask of the rest."""
+    """Match the selection of groups: sums of best ranks, the best sums, a mask of the rest."""
     if masked.args[2] != -math.inf:  # what is left out could still be chosen
         return None
     chain: list[Operation] = [masked]
@@ -110,7 +110,7 @@ def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Gr
 
 
 def _follow(graph: Graph, gathered: Operation) -> tuple[list[Operation], _Weights]:
-    """Follow the division by the sum of the weights, and a factor."""
+    """Match the division by the sum of the weights, and a factor."""
     chain, values = [gathered], gathered.outputs[0]
     weights = _Weights()
     users = graph.users.get(values, []) if values is not None else []

@@ -75,7 +75,7 @@ def add_reduction(
 
 
 def _put_last(x: Tensor, dim: int) -> Tensor:
-    """Return a view with a dimension last, behind those of more than one place."""
+    """Return a view with a dimension last, after all other dimensions of more than one element."""
     others = [d for d in range(x.dim()) if d != dim % x.dim() and x.shape[d] != 1]
     shape = [x.shape[d] for d in (*others, dim)]
     return x.as_strided(shape, [x.stride(d) for d in (*others, dim)], x.storage_offset())

@@ -126,7 +126,7 @@ def _are_halves(graph: Graph, source: Ref, low: Operation, high: Operation) -> b
 
 
 def _heads_dimension(graph: Graph, source: Ref, cos_ref: object, sin_ref: object) -> int | None:
-    """Return which dimension has the heads: (rows, heads, 1, dim) or (rows, 1, heads, dim)."""
+    """Return the dimension of the heads: (rows, heads, 1, dim) or (rows, 1, heads, dim)."""
     if not (isinstance(cos_ref, Ref) and isinstance(sin_ref, Ref)):
         return None
     x = graph.tensor(source)

@@ -1,4 +1,4 @@
-"""How files of one GGUF architecture become a Transformers model: config, names, order of rows."""
+"""How files of one GGUF architecture become a Transformers model: config, names, row orders."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,7 +59,7 @@ class Architecture:
 
 
 def _found(names: Names, parameter: str) -> Sequence[Recipe]:
-    """Return the recipes under the longest end of a parameter's name that is there."""
+    """Return the recipes under the longest matching end of a parameter's name."""
     parts = parameter.split(".")
     for start in range(len(parts)):
         whole = ".".join(parts[start:])

@@ -60,7 +60,7 @@ _ROUTING = (
 
 
 def _compression(header: GgufHeader) -> tuple[list[str], dict[str, int]]:
-    """Return each layer's kind of attention, and of each kind the tokens that a key stands for."""
+    """Return each layer's kind of attention, and each kind's tokens per compressed key."""
     kinds: list[str] = []
     rates: dict[str, int] = {}
     for layer, ratio in enumerate(each_layer(header, "attention.compress_ratios")):
@@ -90,7 +90,7 @@ def _limit(header: GgufHeader) -> float | None:
 
 
 def _ids(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
-    """Return a table of experts' numbers as Transformers has it."""
+    """Return a table of expert numbers in Transformers' form."""
     return parts[0].long()
 
 

@@ -58,7 +58,7 @@ def olmoe(header: GgufHeader) -> PreTrainedConfig:
 
 
 def gpt_oss(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a gpt-oss; Transformers' own reading loses the scaling of positions."""
+    """Make the config of a gpt-oss; Transformers' own reader loses the scaling of positions."""
     window = header.value("attention.sliding_window")
     return _with_local_experts(header, "gpt_oss", sliding_window=window)
 

@@ -136,9 +136,10 @@ def _log(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
 
 
 def _tiled(config: PreTrainedConfig, width: int) -> Tensor:
-    """Return where llama.cpp has the rows of value heads.
+    """Return the order in which llama.cpp stores the rows of value heads.
 
-    Transformers has those of one key head together, llama.cpp the first of each, then the second.
+    Transformers groups them by key head; llama.cpp stores the first one of each key head, then the
+    second.
     """
     keys = config.linear_num_key_heads
     rows = torch.arange(config.linear_num_value_heads * width, device="cpu")
@@ -159,7 +160,7 @@ def _tiled_behind_keys(config: PreTrainedConfig) -> Tensor:
 
 
 def _by_key_head(config: PreTrainedConfig) -> Tensor:
-    """Return the rows of queries, keys, values and gates, all of a key head together."""
+    """Return the rows of queries, keys, values and gates, grouped by key head."""
     keys, width = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     rows = torch.arange(2 * (keys * width + values), device="cpu")

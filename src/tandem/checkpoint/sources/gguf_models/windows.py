@@ -83,15 +83,13 @@ def _gemma4_experts(header: GgufHeader) -> dict[str, object]:
 
 
 def _first(heads: list[int], windows: list[int], is_window: bool) -> int:
-    """Return the heads of the first layer of a kind, or of the first layer."""
+    """Return the number of heads of the first layer of a kind, or of the first layer."""
     of_kind = (n for n, window in zip(heads, windows, strict=True) if bool(window) == is_window)
     return next(of_kind, heads[0])
 
 
 def _turned_share(header: GgufHeader) -> float:
-    """Return the share of a full-attention layer's head that is rotated; the others' factors are
-    huge.
-    """
+    """Return the rotated share of a full-attention head; the other dimensions have huge factors."""
     factors = header.tensors.get("rope_freqs.weight")
     return 0.25 if factors is None else float((factors.data.astype(np.float32) < 2).mean())
 
@@ -134,7 +132,7 @@ def exaone(header: GgufHeader) -> PreTrainedConfig:
 
 
 def afmoe(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of an AFMoE (Trinity), every fourth layer of which attends to all."""
+    """Make the config of an AFMoE (Trinity): every fourth layer has full attention."""
     return config_of(
         header,
         "afmoe",
