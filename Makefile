@@ -75,9 +75,9 @@ test-all-isas: setup  ## Every architecture with every instruction set of the CP
 	$(PYTEST) --isa all -m every_isa
 
 # Formats whose planes, tables and scales others have are left out, and AVX2's kernels where there is AVX-512,
-# but for make sanitize FORMATS=all.
+# but for make sanitize FORMATS=all, which emulates the tiles of AMX, too.
 FORMATS ?=
-SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c hyper
+SANITIZED := matmul kernels layers attention recurrent quantize tensors blocks crc32c hyper $(if $(FORMATS),$(if $(filter x86_64,$(shell uname -m)),attention_tiles tiles))
 FUZZED := experts rows
 # Of native code, and as many of model files; make fuzz has an hour of both.
 FUZZ_SECONDS ?= 10

@@ -8,6 +8,10 @@
 
 #include <cstdint>
 
+#if defined(TANDEM_EMULATE_TILES)
+#include "checks/emulated_tiles.hpp"
+#endif
+
 namespace tandem {
 namespace {
 
@@ -16,6 +20,8 @@ struct alignas(64) TileConfig {
   std::uint16_t row_bytes[16] = {};
   std::uint8_t rows[16] = {};
 };
+
+constexpr std::int64_t kTileTokens = 16;  // rows of a tile
 
 inline void see_memory() { __asm__ volatile("" ::: "memory"); }
 

@@ -14,8 +14,8 @@ constexpr std::int64_t kMaxTaskBlocks = 8;
 // that the threads do not fall asleep in between.
 constexpr std::int64_t kStepTokens = 64;
 
-template <typename T>
-void grow(std::vector<T>& values, std::int64_t size) {
+template <typename Values>
+void grow(Values& values, std::int64_t size) {
   if (static_cast<std::int64_t>(values.size()) < size) values.resize(size);
 }
 

@@ -67,7 +67,7 @@ class DenseEngine {
   std::vector<std::int8_t> quantized_;
   std::vector<float> scales_;
   std::vector<std::int32_t> sums_;
-  std::vector<std::uint16_t> bf16_;
+  LineVector<std::uint16_t> bf16_;
   std::vector<float> fp32_;
   std::vector<Task> tasks_;
 };

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels.hpp"
+#include "lines.hpp"
 #include "packed.hpp"
 #include "thread_pool.hpp"
 #include "values.hpp"
@@ -104,7 +105,7 @@ class ExpertEngine {
     std::vector<std::int8_t> quantized;
     std::vector<float> scales;
     std::vector<std::int32_t> sums;
-    std::vector<std::uint16_t> bf16;
+    LineVector<std::uint16_t> bf16;
     std::vector<float> fp32;
     Format format = Format::kInt8;
     ActivationForm form = ActivationForm::kInt8;

@@ -2,8 +2,7 @@
 //
 // A register holds one column (four int8, two bf16) of a block's 16 rows, so a weight is loaded
 // once and multiplied with a broadcast activation per token: no sum across lanes, one stream of
-// memory per thread. The two regimes are in avx512/; of many tokens integers are multiplied on the tiles
-// of AMX where there are some.
+// memory per thread. The two regimes are in avx512/.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -36,31 +35,29 @@ bool with_group(std::int64_t group, const With& with) {
 template <Format F>
 void matmul_format(const PackedMatrix& m, std::int64_t begin, std::int64_t end,
                    const Activations& x, std::int64_t num_tokens, std::int64_t num_rows, float* out,
-                   std::int64_t stride, bool has_tiles) {
+                   std::int64_t stride) {
   end = std::min(end, (num_rows + kBlockRows - 1) / kBlockRows);
   const bool is_done = num_tokens > kFewTokens && with_group<F>(m.group, [&]<int Group>() {
-    many_tokens<F, Group>(m, begin, end, x, num_tokens, num_rows, out, stride, has_tiles);
-  });
+                         many_tokens<F, Group>(m, begin, end, x, num_tokens, num_rows, out, stride);
+                       });
   if (is_done) return;
   for (std::int64_t b = begin; b < end; b += 2)
     few_by_few<F>(m, {b, b + 1 < end ? 1 : 0}, b + 2 >= end, x, num_tokens, num_rows, out, stride);
 }
 
-template <bool HasTiles>
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
   if (is_grid(m.format) && num_tokens == 1)
     return multiply_one_token(m, begin, end, x, num_rows, out);
   if (is_grid(m.format))
-    return multiply_grid({look_up_block<Lookup512>, matmul<HasTiles>}, m, begin, end, x, num_tokens,
-                         num_rows, out, stride);
+    return multiply_grid({look_up_block<Lookup512>, matmul}, m, begin, end, x, num_tokens, num_rows,
+                         out, stride);
   if (!has_vector_kernels(m.format))
     return portable_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);
   each<kNumEncodings>([&](auto number) {
     constexpr Format F = static_cast<Format>(decltype(number)::value);
     if constexpr (has_vector_kernels(F))
-      if (m.format == F)
-        matmul_format<F>(m, begin, end, x, num_tokens, num_rows, out, stride, HasTiles);
+      if (m.format == F) matmul_format<F>(m, begin, end, x, num_tokens, num_rows, out, stride);
   });
 }
 
@@ -208,20 +205,9 @@ std::int64_t multiply_bf16(std::int64_t count) {
 }  // namespace
 
 const Kernels& avx512_kernels() {
-  static const Kernels kernels{"avx512",      quantize, to_bf16, from_fp16,     to_fp16,
-                               matmul<false>, activate, read,    multiply_int8, multiply_int8,
-                               multiply_bf16};
-  return kernels;
-}
-
-const Kernels& amx_kernels() {
-  static const Kernels kernels = [] {
-    Kernels found = avx512_kernels();
-    found.name = "amx";
-    found.matmul = matmul<true>;
-    found.multiply_int4 = found.multiply_int8 = multiply_whole_tiles;
-    return found;
-  }();
+  static const Kernels kernels{"avx512",      quantize,      to_bf16,      from_fp16,
+                               to_fp16,       matmul,        activate,     read,
+                               multiply_int8, multiply_int8, multiply_bf16};
   return kernels;
 }
 

@@ -9,12 +9,10 @@
 namespace tandem {
 namespace {
 
-constexpr std::int64_t kTileTokens = 16;
 constexpr int kTileBlocks = 4;
 // With fewer tokens tiles take as long as registers do, and so they do where scales are of fewer columns:
 // to scale and add a tile's sums takes three times as long as to make them.
-constexpr std::int64_t kFewestOnTiles = 16;
-constexpr int kFewestColumns = 64;
+constexpr std::int64_t kFewestOnTiles = 16, kColumnsOnTiles = 128;
 
 // Tiles by number, which the instructions want as literals: 0 and 1 activations, 2 and 3 codes, 4 and 5
 // sums of two groups by turns.
@@ -193,7 +191,7 @@ class OnTiles {
 };
 
 // What tiles can do, for comparison: as Kernels::multiply_int8.
-inline std::int64_t multiply_whole_tiles(std::int64_t count) {
+inline std::int64_t multiply_int8_tiles(std::int64_t count) {
   alignas(64) const std::uint8_t ones[1024] = {};
   IntegerTiles<64> tiles;
   tiles.use_tokens(kTileTokens);

@@ -1,7 +1,6 @@
 // Many tokens: panel by panel, tile by tile. Bound by arithmetic.
 #pragma once
 
-#include "integer_tiles.hpp"
 #include "tiles.hpp"
 
 namespace tandem {
@@ -75,13 +74,7 @@ void multiply_panels(const PackedMatrix& m, std::int64_t begin, std::int64_t end
 
 template <Format F, int Group>
 void many_tokens(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
-                 std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride,
-                 [[maybe_unused]] bool has_tiles) {
-  if constexpr (is_integer(F) && Group >= kFewestColumns) {
-    if (has_tiles && num_tokens >= kFewestOnTiles)
-      return multiply_panels<F, OnTiles<F, Group>>(m, begin, end, x, num_tokens, num_rows, out,
-                                                   stride);
-  }
+                 std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
   multiply_panels<F, InRegisters<F, Group>>(m, begin, end, x, num_tokens, num_rows, out, stride);
 }
 

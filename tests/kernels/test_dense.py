@@ -120,3 +120,21 @@ def test_each_group_has_its_own_product(isa: str, fmt: str, dtype: torch.dtype) 
         if tokens:
             assert error(actual, wanted) < (5e-3 if fmt in ("bf16", "fp16") else 0.015)
             assert torch.equal(multiply_groups(threads, weights, x[-1:]), actual[-1:])
+
+
+@pytest.mark.skipif("amx" not in available_isas(), reason="this processor has no tiles")
+def test_tiles_multiply_bf16_with_any_number_of_tokens() -> None:
+    """Sums of even and of odd columns are added every 32 columns, as an instruction adds them."""
+    threads = CpuThreads(num_threads=2, isa="amx")
+    for rows, cols, tokens in [(64, 32, 1), (33, 200, 1), (48, 600, 17), (100, 520, 70)]:
+        weight = weight_of(rows, cols, "bf16")
+        x = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(1)).bfloat16()
+        products = x.float()[:, None] * weight.values().float()
+        strips = torch.nn.functional.pad(products, (0, -cols % 32)).unflatten(-1, (-1, 16, 2))
+        total = torch.zeros(tokens, rows)
+        for strip in strips.unbind(2):
+            even_and_odd = torch.zeros(tokens, rows, 2)
+            for pair in strip.unbind(2):
+                even_and_odd += pair
+            total += even_and_odd.sum(-1)
+        assert torch.equal(multiply(threads, [weight], x.float())[0], total)
