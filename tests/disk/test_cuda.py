@@ -202,6 +202,9 @@ def test_a_model_that_does_not_fit_gets_slots_by_itself(
         assert streams.pinned_bytes == slots_of(model).num_bytes
         for found, right in zip(outputs_of(model), expected, strict=True):
             assert torch.equal(found, right)
+        executor = runtime_in(model).executor
+        assert isinstance(executor, HybridExecutor)
+        assert 1e-9 < executor.cache.planner.costs.read < 1.0  # measured, whatever the profile has
         runtime_in(model).close()
 
 
