@@ -17,7 +17,7 @@ from tandem.policy.cost import CostTable, ShapeCosts, whole_pages
 from tandem.policy.eviction import EVICTIONS, Eviction
 from tandem.policy.plan import Geometry, LayerLoad, LayerPlan
 from tandem.policy.reads import IN_SLOT, ON_DISK, is_prompt
-from tandem.policy.residency import READY
+from tandem.policy.residency import EMPTY, READY
 from tandem.sim.hit_rate import DemandCache, belady_hit_rate, demand_loads, hit_rate
 from tandem.sim.steps import LoadReader, Step, replay_steps
 from tandem.trace import RoutingTrace, TraceMeta
@@ -68,13 +68,19 @@ class HostTier:
     def __init__(
         self, geometry: Geometry, memory: HostShare, states: Sequence[int], read_seconds: float
     ) -> None:
-        """Start empty; `states` are those of all experts on the GPU, by key."""
+        """Start full of what the GPU lacks, as after the load; `states` are those of all experts
+        there, by key.
+        """
         self.read_seconds, self._plans_reads = read_seconds, memory.plans_reads
         sizes = [int(geometry.num_experts * memory.share)] * geometry.num_layers
         eviction = memory.make_eviction(geometry, sizes[0])
         self._geometry = geometry
         self._cache = DemandCache(geometry, sizes, eviction, _DeviceLast(eviction, states))
         self.begin_step, self.has = self._cache.begin_step, self._cache.has
+        for layer, size in enumerate(sizes):
+            keys = range(geometry.key(layer, 0), geometry.key(layer + 1, 0))
+            lacking = [key for key in keys if states[key] == EMPTY]
+            self._cache.admit(LayerLoad(layer, (), ()), lacking[:size])
 
     def places(self, load: LayerLoad) -> bytes:
         """Return where memory has a layer's experts, for a plan that includes reads."""

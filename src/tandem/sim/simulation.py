@@ -74,7 +74,8 @@ class Conditions:
         if not self.path(settings).in_graph:
             return settings
         costs, num_slots = self.costs(trace, settings), self.num_slots(trace)
-        return settled(settings, self.profile, costs, trace.meta.geometry, num_slots)
+        geometry, memory = trace.meta.geometry, self.memory
+        return settled(settings, self.profile, costs, geometry, num_slots, memory=memory)
 
     def plain_costs(self, trace: RoutingTrace) -> ShapeCosts:
         """Return the costs of the trace's model, or of the requested shape."""

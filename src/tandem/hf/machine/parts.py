@@ -8,7 +8,7 @@ from tandem.core.units import parse_bandwidth
 from tandem.experts.cache.clock import Clock
 from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
 from tandem.experts.cache.host_slots import READERS, HostSlots
-from tandem.experts.cache.policy_tables import NATIVE_TABLES
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, host_slot_eviction
 from tandem.experts.cache.sizing import MemoryShare
 from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.execution.batch import ExpertFunctions
@@ -32,6 +32,7 @@ from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.policy.step_path import CAPTURE_SIZES, run_path
+from tandem.sim.disk import HostShare
 from tandem.sim.graph_trial import settled
 
 _DISK_SECONDS = 0.05  # of reads, to know a disk's rate
@@ -129,12 +130,17 @@ class ObservedModel:
         """Return the planner's settings for a machine and its slots.
 
         Steps in one graph fetch and copy ahead if a trial says that it pays. With experts on a disk
-        they fetch nothing, and copy ahead and ask routers only if the options say so.
+        they copy ahead and ask routers only if the options say so.
         """
-        settings = self.options.planner_settings()
-        if machine.path.in_graph and self.host_slots is None:
+        settings, slots, memory = self.options.planner_settings(), self.host_slots, None
+        if slots is not None:
+            make_eviction = host_slot_eviction(self.options.eviction)
+            memory = HostShare(share=slots.share, make_eviction=make_eviction)
+        if machine.path.in_graph:
             parts = machine.profile, machine.shape, self.geometry, num_slots
-            return settled(settings, *parts, tables=NATIVE_TABLES)
+            settings = settled(settings, *parts, tables=NATIVE_TABLES, memory=memory)
+            if slots is None:
+                return settings
         # A GPU's steps are one graph also where the profile does not say what that costs.
         is_graph = machine.path.in_graph or settings.copies_prompts
         asking_sizes = CAPTURE_SIZES if machine.path.in_graph and settings.may_ask else ()
