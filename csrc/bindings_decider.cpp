@@ -189,7 +189,7 @@ nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu
   pose(costs, tokens, problem);
   problem.link_busy = link_busy;
   problem.max_fetches = max_fetches;
-  seconds_until_read(places_of(places, experts.size()), costs.read, problem.reads);
+  problem.places = places_of(places, experts.size());
   for (std::size_t i = 0; i < experts.size(); ++i) {
     const auto state = static_cast<std::uint8_t>(states.c_str()[i]);
     require(state != kCopying || !coming.empty(), "a time for each copy under way");

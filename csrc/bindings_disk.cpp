@@ -216,6 +216,13 @@ void bind_disk(nb::module_& m) {
       .def("is_direct", &HostSlots::is_direct)
       .def("read_buffered", &HostSlots::read_buffered)
       .def("resident", &HostSlots::resident)
+      .def("places",
+           [](HostSlots& self, std::int32_t layer, const Ids& experts) {
+             for (const std::int32_t expert : experts)
+               require(self.has_expert(layer, expert), "experts of these slots");
+             const std::vector<Place> found = self.places(layer, experts);
+             return nb::bytes(found.data(), found.size());
+           })
       .def("fail", [](HostSlots& self, int error, std::int64_t every, double delay_seconds) {
         self.readers().fail(error, every, delay_seconds);
       });

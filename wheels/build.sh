@@ -23,8 +23,10 @@ for python in "$@"; do
   rm -rf "$tools/raw"
   # A build directory of its own: make setup's holds another compiler's objects.
   # Debian 12's pip knows no -C.
-  CXX=$compiler CXXFLAGS= LDFLAGS= "$tools/bin/pip" wheel --disable-pip-version-check -q --no-deps \
+  CXX=$compiler CXXFLAGS= LDFLAGS=-s "$tools/bin/pip" wheel --disable-pip-version-check -q --no-deps \
     --wheel-dir "$tools/raw" --config-settings build-dir="$tools/build" \
+    --config-settings cmake.define.CMAKE_AR="$PWD/$tools/ar" \
+    --config-settings cmake.define.CMAKE_RANLIB="$PWD/$tools/ranlib" \
     --config-settings cmake.define.TANDEM_WARNINGS_ARE_ERRORS=ON .
   PATH=$PWD/$tools/bin:$PATH "$tools/bin/auditwheel" repair --plat "$PLATFORM" --only-plat \
     --wheel-dir "$OUT" "$tools"/raw/*.whl

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a C++ compiler for a target out of the PyPI package ziglang, which is Clang with the
+# Makes a C++ compiler for a target, with ar and ranlib beside it, out of the PyPI package ziglang, which is Clang with the
 # libraries of many systems, and prints the path of its command:
 #
 #     wheels/compiler.sh PYTHON TARGET DIR        DIR is where it is installed
@@ -17,5 +17,8 @@ debian=$(dirname "$include")/x86_64-linux-gnu/$(basename "$include")
 mkdir -p "$dir/include/x86_64-linux-gnu"
 [ ! -d "$debian" ] || ln -sfn "$debian" "$dir/include/x86_64-linux-gnu/"
 printf '#!/bin/sh\nexec "%s" c++ -target %s -idirafter "%s" "$@"\n' "$zig" "$target" "$dir/include" >"$dir/c++-$target"
-chmod +x "$dir/c++-$target"
+for tool in ar ranlib; do
+  printf '#!/bin/sh\nexec "%s" %s "$@"\n' "$zig" "$tool" >"$dir/$tool"
+done
+chmod +x "$dir/c++-$target" "$dir/ar" "$dir/ranlib"
 echo "$dir/c++-$target"

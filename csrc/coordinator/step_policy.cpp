@@ -135,7 +135,7 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
   const bool copies_ahead = predicts_ || knows_behind(layer);
   if (!has_misses && !copies_ahead && resident_.ahead.empty()) return {};
   pose(states, experts, tokens, now);
-  seconds_until_read(places, costs_.read, problem_.reads);
+  problem_.places = places;
   Scores scores;
   if (fetches()) {
     scores = table.values();

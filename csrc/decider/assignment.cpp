@@ -16,7 +16,7 @@ double seconds_of(const std::vector<double>& by_tokens, std::int32_t tokens) {
 }
 
 void pose(const Costs& costs, const Ids& tokens, LayerProblem& problem) {
-  problem.reads.clear();
+  problem.places.clear();
   problem.cpu.clear();
   problem.gpu.clear();
   for (const std::int32_t count : tokens) {
@@ -28,6 +28,7 @@ void pose(const Costs& costs, const Ids& tokens, LayerProblem& problem) {
   problem.cpu_slowdown = costs.cpu_slowdown;
   problem.link_slowdown = costs.link_slowdown;
   problem.copy_wake = costs.copy_wake;
+  problem.read = costs.read;
 }
 
 void sort_by_cpu(const LayerProblem& problem, Positions& order) {
@@ -37,10 +38,29 @@ void sort_by_cpu(const LayerProblem& problem, Positions& order) {
   });
 }
 
+AsRead::AsRead(const LayerProblem& problem, std::span<const std::int32_t> on_cpu) {
+  double end = 0.0;
+  for (const std::int32_t i : on_cpu) {
+    end += problem.read;
+    seconds += problem.cpu[i];
+    done = std::max(end, done) + problem.cpu[i];
+  }
+}
+
 Split never_worse_than_cpu(Rule rule, const LayerProblem& problem, Split found) {
+  Positions on_disk;
   double seconds = 0.0;
-  for (const double one : problem.cpu) seconds += one;
+  for (std::int32_t i = 0; i < static_cast<std::int32_t>(problem.cpu.size()); ++i) {
+    if (problem.is_on_disk(i))
+      on_disk.push_back(i);
+    else
+      seconds += problem.cpu[i];
+  }
   if (rule != Rule::kDaliInGraph) seconds += problem.cpu_first;  // DALI's equations have no first
+  sort_stably(on_disk,
+              [&](std::int32_t a, std::int32_t b) { return problem.cpu[a] > problem.cpu[b]; });
+  const AsRead as_read(problem, on_disk);
+  seconds = std::max(seconds + as_read.seconds, as_read.done);
   if (seconds >= std::max(found.gpu_seconds, found.cpu_seconds)) return found;
   Split all{{}, {}, 0.0, seconds};
   for (std::size_t i = 0; i < problem.wait.size(); ++i)

@@ -6,8 +6,10 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
+#include "decider/reads.hpp"
 #include "policy_tables.hpp"
 
 namespace tandem {
@@ -38,9 +40,10 @@ struct LayerProblem {
   double cpu_first, link, link_busy;
   double cpu_slowdown, link_slowdown, copy_wake;
   std::int64_t max_fetches;
-  // Of misses over a disk: until it is in memory, and the CPU's; negative: it may be fetched. Empty:
-  // all may.
-  std::vector<double> reads;
+  double read;  // of a disk, one expert
+  std::vector<Place> places;  // where memory over a disk has each of them; empty: it has all
+
+  bool is_on_disk(std::int32_t i) const { return !places.empty() && places[i] == Place::kOnDisk; }
 };
 
 // Writes what a layer's experts cost, by the tokens of each.
@@ -50,6 +53,14 @@ using Positions = Ids;
 
 // Those that take the CPU longest first; of equals those of the higher score.
 void sort_by_cpu(const LayerProblem& problem, Positions& order);
+
+// Of experts that a disk reads for the CPU, in this order: its seconds, and when it is done with them
+// if it has nothing else to do.
+struct AsRead {
+  double seconds = 0.0, done = 0.0;
+
+  AsRead(const LayerProblem& problem, std::span<const std::int32_t> on_cpu);
+};
 
 struct Split {
   Positions fetch;  // absent ones that the device takes, in the order of their copies

@@ -10,6 +10,7 @@ namespace tandem {
 namespace {
 
 using Seconds = std::vector<double>;
+constexpr double kForever = std::numeric_limits<double>::infinity();
 
 // When experts that arrive at these times are done, if the GPU computes nothing else.
 double one_after_another(const std::vector<std::pair<double, double>>& arrivals) {
@@ -18,7 +19,8 @@ double one_after_another(const std::vector<std::pair<double, double>>& arrivals)
   return done;
 }
 
-// Those with a slot, first spilled first, and by number of spills: what is left to the GPU.
+// Those with a slot, first spilled first, and by number of spills: what is left to the GPU, and the
+// CPU's, up to the first one that memory lacks.
 struct Residents {
   Positions order;
   Seconds left, floor;  // GPU seconds; the end of arrivals
@@ -30,6 +32,8 @@ struct Residents {
       return held != 0.0 ? problem.cpu[i] / held : 1e99;
     };
     std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+      const bool waits = problem.is_on_disk(a);
+      if (waits != problem.is_on_disk(b)) return !waits;
       return cpu_over_gpu(a) < cpu_over_gpu(b);
     });
     left = floor = spilled = {0.0};
@@ -46,7 +50,10 @@ struct Residents {
     }
     std::reverse(left.begin(), left.end());
     std::reverse(floor.begin(), floor.end());
-    for (const std::int32_t i : order) spilled.push_back(spilled.back() + problem.cpu[i]);
+    for (const std::int32_t i : order) {
+      if (problem.is_on_disk(i)) break;
+      spilled.push_back(spilled.back() + problem.cpu[i]);
+    }
   }
 };
 
@@ -65,36 +72,80 @@ struct Fetches {
   }
 };
 
-struct Pair {
-  std::size_t fetch, spill;
-  double gpu_seconds, cpu_seconds;
+// What a disk's reads add to a layer if so many of the experts that it reads are fetched: the CPU's are
+// read before them.
+struct Read {
+  std::size_t fetch;
+  bool is_cpus;  // whether the CPU has any of them
+  AsRead on_cpu;
+  double gpu_seconds = 0.0;
+  double behind_link = -kForever;  // the last is done so long after other copies, if read early
+  double behind_reads = -kForever;  // the last is done, if there are no other copies
+
+  Read(const LayerProblem& problem, std::span<const std::int32_t> on_disk, std::size_t num_fetched,
+       double link)
+      : fetch(num_fetched),
+        is_cpus(num_fetched < on_disk.size()),
+        on_cpu(problem, on_disk.subspan(num_fetched)) {
+    double end = 0.0, copied = 0.0;
+    for (std::size_t i = fetch; i < on_disk.size(); ++i) end += problem.read;
+    double arrived = end;
+    for (const std::int32_t i : on_disk.first(fetch)) {
+      const double seconds = problem.gpu[i];
+      end += problem.read;
+      copied += link;
+      arrived = std::max(arrived, end) + link;
+      behind_link = std::max(behind_link, copied) + seconds;
+      behind_reads = std::max(behind_reads, arrived) + seconds;
+      gpu_seconds += seconds;
+    }
+  }
+
+  // When the last fetched expert is done if others are copied first, done by then.
+  double copied(const LayerProblem& problem, double link, std::size_t others, double done) const {
+    const double busy = problem.link_busy + static_cast<double>(others) * link;
+    return std::max({done + gpu_seconds, busy + behind_link, behind_reads});
+  }
 };
 
-// The pair with the least maximum of both times.
+struct Pair {
+  std::size_t fetch, read, spill;
+  double gpu_seconds, cpu_seconds;
+
+  double later() const { return std::max(gpu_seconds, cpu_seconds); }
+};
+
+// The pair with the least maximum of both times, beside these reads.
 Pair best_pair(const LayerProblem& problem, const Positions& absent, const Fetches& fetches,
-               const Residents& residents) {
-  const std::size_t last = residents.order.size();
-  double left = added(problem.cpu, absent), least = std::numeric_limits<double>::infinity();
-  Pair best{0, last, 0.0, left + residents.spilled[last] + problem.cpu_first};
-  for (std::size_t fetch = 0, spill = 0; fetch < fetches.total.size(); ++fetch) {
+               const Residents& residents, const Read& read) {
+  const std::size_t last = residents.spilled.size() - 1;
+  const auto room = problem.max_fetches - static_cast<std::int64_t>(read.fetch);
+  double left = added(problem.cpu, absent), least = kForever;
+  Pair best{};
+  for (std::size_t fetch = 0, spill = 0;
+       fetch < fetches.total.size() && static_cast<std::int64_t>(fetch) <= room; ++fetch) {
     if (fetch > 0) left -= problem.cpu[absent[fetch - 1]];
     if (fetch == absent.size()) left = 0.0;
+    const double total = fetches.total[fetch] + read.gpu_seconds;
+    const double arrival = read.copied(problem, problem.link, fetch, fetches.done[fetch]);
     while (true) {
       const double held = std::max(residents.left[spill], residents.floor[spill]);
-      const double gpu = std::max(held + fetches.total[fetch], fetches.done[fetch]);
-      const bool is_cpu_used = spill > 0 || fetch < absent.size();
+      const double gpu = std::max(held + total, arrival);
+      const bool is_cpu_used = spill > 0 || fetch < absent.size() || read.is_cpus;
       double cpu = is_cpu_used ? left + residents.spilled[spill] + problem.cpu_first : 0.0;
-      const double copying = problem.link_busy + static_cast<double>(fetch) * problem.link;
+      const auto copies = static_cast<double>(fetch + read.fetch);
+      const double copying = problem.link_busy + copies * problem.link;
       cpu += (problem.cpu_slowdown - 1.0) * std::min(cpu, copying);
+      cpu = std::max(cpu + read.on_cpu.seconds, read.on_cpu.done);
       if (std::max(gpu, cpu) < least) {
         least = std::max(gpu, cpu);
-        best = {fetch, spill, gpu, cpu};
+        best = {fetch, read.fetch, spill, gpu, cpu};
       }
       if (cpu >= gpu || spill == last) break;
       ++spill;
     }
     spill -= spill > 0;
-    if (fetches.total[fetch] >= least || fetches.done[fetch] >= least) break;
+    if (total >= least || arrival >= least) break;
   }
   return best;
 }
@@ -102,22 +153,38 @@ Pair best_pair(const LayerProblem& problem, const Positions& absent, const Fetch
 }  // namespace
 
 Split balanced(const LayerProblem& problem) {
-  Positions absent, resident;
-  for (std::size_t i = 0; i < problem.wait.size(); ++i)
-    (problem.wait[i] < 0.0 ? absent : resident).push_back(static_cast<std::int32_t>(i));
+  Positions absent, on_disk, resident;
+  for (std::int32_t i = 0; i < static_cast<std::int32_t>(problem.wait.size()); ++i) {
+    if (problem.wait[i] >= 0.0)
+      resident.push_back(i);
+    else
+      (problem.is_on_disk(i) ? on_disk : absent).push_back(i);
+  }
   sort_by_cpu(problem, absent);
+  sort_by_cpu(problem, on_disk);
+  const std::size_t num_absent = absent.size() + on_disk.size();
   const Fetches fetches(problem, absent, problem.link);
   const Residents residents(problem, std::move(resident));
-  Pair best = best_pair(problem, absent, fetches, residents);
-  if (problem.link_slowdown > 1.0 && fetches.total.size() > absent.size()) {
+  Pair best = best_pair(problem, absent, fetches, residents, {problem, on_disk, 0, problem.link});
+  const auto most = std::min(static_cast<std::int64_t>(on_disk.size()), problem.max_fetches);
+  for (std::int64_t count = 1; count <= most; ++count) {
+    const Read read(problem, on_disk, count, problem.link);
+    const Pair found = best_pair(problem, absent, fetches, residents, read);
+    if (found.later() < best.later()) best = found;
+  }
+  if (problem.link_slowdown > 1.0 && problem.max_fetches >= static_cast<std::int64_t>(num_absent)) {
     // Without the CPU copies are as fast as the link alone.
-    const Fetches alone(problem, absent, problem.link / problem.link_slowdown);
+    const double link = problem.link / problem.link_slowdown;
+    const Fetches alone(problem, absent, link);
+    const Read read(problem, on_disk, on_disk.size(), link);
     const double held = std::max(residents.left[0], residents.floor[0]) + alone.total.back();
-    const double everything = std::max(held, alone.done.back());
-    if (everything < std::max(best.gpu_seconds, best.cpu_seconds))
-      best = {absent.size(), 0, everything, 0.0};
+    const double copied = read.copied(problem, link, absent.size(), alone.done.back());
+    const double everything = std::max(held + read.gpu_seconds, copied);
+    if (everything < best.later()) best = {absent.size(), on_disk.size(), 0, everything, 0.0};
   }
   absent.resize(best.fetch);
+  absent.insert(absent.end(), on_disk.begin(),
+                on_disk.begin() + static_cast<std::ptrdiff_t>(best.read));
   return {
       std::move(absent),
       {residents.order.begin(), residents.order.begin() + static_cast<std::ptrdiff_t>(best.spill)},

@@ -13,8 +13,7 @@ namespace {
 struct Published {
   double held_seconds = 0.0;
   Positions absent, under_way;
-  Positions in_memory,
-      coming;  // for the CPU: of those under way, and what is read from a disk first
+  Positions in_memory, coming;  // for the CPU: of those under way, and what passes through memory
 
   explicit Published(const LayerProblem& problem) {
     for (std::size_t i = 0; i < problem.wait.size(); ++i) {
@@ -25,7 +24,7 @@ struct Published {
       }
       const auto place = static_cast<std::int32_t>(i);
       if (wait > 0.0) under_way.push_back(place);
-      if (!problem.reads.empty() && problem.reads[i] >= 0.0)
+      if (!problem.places.empty() && problem.places[i] != Place::kInSlot)
         coming.push_back(place);
       else
         (wait > 0.0 ? in_memory : absent).push_back(place);
@@ -39,7 +38,14 @@ struct Published {
 
 // When the CPU has computed what is read, too, the rest being done at `cpu`.
 double with_reads(const LayerProblem& problem, const Published& layer, double cpu) {
-  for (const std::int32_t i : layer.coming) cpu = std::max(cpu, problem.reads[i]) + problem.cpu[i];
+  double end = 0.0;
+  for (const std::int32_t i : layer.coming) {
+    if (problem.is_on_disk(i)) {
+      end += problem.read;
+      cpu = std::max(cpu, end);
+    }
+    cpu += problem.cpu[i];
+  }
   return cpu;
 }
 
@@ -81,7 +87,7 @@ Split ready_on_gpu(const LayerProblem& problem) {
   for (std::size_t i = 0; i < problem.wait.size(); ++i) {
     if (problem.wait[i] == 0.0) continue;
     is_cpu_used = true;
-    if (problem.reads.empty() || problem.reads[i] < 0.0) cpu += problem.cpu[i];
+    if (problem.places.empty() || problem.places[i] == Place::kInSlot) cpu += problem.cpu[i];
   }
   if (is_cpu_used) cpu = with_reads(problem, layer, cpu + problem.cpu_first);
   return layer.split({}, layer.held_seconds, cpu);

@@ -28,15 +28,6 @@ std::vector<ReadAhead> known_reads(const std::vector<ComingUse>& coming, SharedS
   return found;
 }
 
-void seconds_until_read(const std::vector<Place>& places, double read, std::vector<double>& found) {
-  found.clear();
-  double end = 0.0;
-  for (const Place place : places) {
-    if (place == Place::kOnDisk) end += read;
-    found.push_back(place == Place::kInSlot ? -1.0 : place == Place::kPassing ? 0.0 : end);
-  }
-}
-
 bool is_prompt(std::int64_t num_tokens) { return num_tokens > kMostStepTokens; }
 
 Ids prompt_reads(const std::uint8_t* on_device, const Scores& scores) {

@@ -33,13 +33,9 @@ struct ReadAhead {
 // What is read now, in this order.
 std::vector<ReadAhead> known_reads(const std::vector<ComingUse>& coming, SharedSlots shared);
 
-// Where memory has a miss, in the order of tandem.policy.reads: in a slot of its layer, in a shared
+// Where memory has an expert, in the order of tandem.policy.reads: in a slot of its layer, in a shared
 // one, which is its only for this use, or not yet.
 enum class Place : std::uint8_t { kInSlot, kPassing, kOnDisk };
-
-// When a layer's misses are in memory for the CPU, read one after the other as they are here; negative:
-// they may be fetched, too.
-void seconds_until_read(const std::vector<Place>& places, double read, std::vector<double>& found);
 
 // Whether so many tokens of a use are a prompt's, which reads nearly all experts of each layer.
 bool is_prompt(std::int64_t num_tokens);

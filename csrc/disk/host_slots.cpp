@@ -77,6 +77,19 @@ Ids HostSlots::resident(std::int32_t layer) const {
   return found;
 }
 
+std::vector<Place> HostSlots::places(std::int32_t layer, const Ids& experts) {
+  const auto lock = locked();
+  std::vector<Place> found;
+  for (const std::int32_t expert : experts) {
+    const Slot* slot = find(layer, expert, transit_);
+    if (slot == nullptr || slot->read.state != DiskRead::State::kDone)
+      found.push_back(Place::kOnDisk);
+    else
+      found.push_back(is_resident(*slot) ? Place::kInSlot : Place::kPassing);
+  }
+  return found;
+}
+
 // Reads that have ended since make their slots ready, or give them back.
 void HostSlots::settle(std::int32_t layer) {
   const std::int64_t first = layer * resident_.num_experts;

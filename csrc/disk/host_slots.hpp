@@ -103,6 +103,8 @@ class HostSlots final : public ExpertSource {
   }
   // Experts of a layer that are in memory, ascending.
   Ids resident(std::int32_t layer) const;
+  // Where memory has some experts of a layer, for decisions about it.
+  std::vector<Place> places(std::int32_t layer, const Ids& experts);
   ReaderPool& readers() { return readers_; }
 
  private:

@@ -74,6 +74,7 @@ TINY = {
     "python -m benchmarks.policy.host_costs": "--limit 100",
     "python -m benchmarks.policy.host_slots": "--tokens 20 --step 20",
     "python -m benchmarks.policy.prompts": "--prompt 16",
+    "python -m benchmarks.policy.three_tiers": "--limit 70",
     "python -m benchmarks.runtime.coordinator_latency": "--layers 2 --steps 40",
     "python -m benchmarks.runtime.coordinator_stress": "--minutes 0.02",
     "python -m benchmarks.runtime.overhead": "--layers 1 --steps 2 --repetitions 2",

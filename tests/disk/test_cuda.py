@@ -3,6 +3,7 @@
 import errno
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.assignment import IN_GRAPH
 from tandem.policy.eviction import IN_HOST_SLOTS
+from tandem.policy.plan import LayerLoad, LayerPlan
+from tandem.policy.reads import IN_SLOT, ON_DISK
 from tandem.policy.residency import READY
 from tandem.policy.settings import PlannerSettings
 from tests.disk.loading import memory_for, packed_model, put_on_disk, slots_of, with_share
@@ -30,7 +33,7 @@ from tests.disk.twin_gpu import NativeKernels, twin_gpu
 from tests.experts.captured import TwinMachine, fetching_policy, random_step
 from tests.experts.driver_library import DriverLibrary
 from tests.experts.lazy_streams import LazyStreams
-from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store, route
+from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_executor, make_store, route
 from tests.experts.test_coordinator import check, expected
 from tests.experts.test_cuda import SETTINGS, make_twin
 from tests.inside import runtime_in
@@ -69,6 +72,26 @@ def test_planned_copies_come_out_of_host_slots(
         require_right(store, slots)
         if settings.assignment == "gpu-only":  # host slots are free
             assert (slots.native.counts().kept > 0) == (share > 0)
+
+
+def test_a_planned_step_says_what_memory_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, lacking = make_store(), Counter[bool]()
+    slots = put_on_disk(store, tmp_path / "experts", 0.4)
+    executor = make_executor(store, 6)
+    plan = executor.cache.planner.plan
+
+    def noted(load: LayerLoad, now: float, hints: Any, places: bytes) -> LayerPlan:
+        there = {*slots.native.resident(load.layer)}
+        for expert, place in zip(load.experts, places, strict=True):
+            lacking[place == ON_DISK] += 1
+            assert (place == IN_SLOT) == (expert in there)
+        return plan(load, now, hints, places)
+
+    monkeypatch.setattr(executor.cache.planner, "plan", noted)
+    assert run(executor, LazyStreams(0), make_store())
+    assert min(lacking[True], lacking[False]) > 10
 
 
 def require_right(store: HostStore, slots: HostSlots) -> None:
@@ -179,6 +202,9 @@ def test_a_model_that_does_not_fit_gets_slots_by_itself(
         assert streams.pinned_bytes == slots_of(model).num_bytes
         for found, right in zip(outputs_of(model), expected, strict=True):
             assert torch.equal(found, right)
+        executor = runtime_in(model).executor
+        assert isinstance(executor, HybridExecutor)
+        assert 1e-9 < executor.cache.planner.costs.read < 1.0  # measured, whatever the profile has
         runtime_in(model).close()
 
 

@@ -11,8 +11,11 @@ TIMES = st.floats(min_value=1e-6, max_value=1e-2)
 
 
 @st.composite
-def problems(draw: st.DrawFn, max_experts: int = 8) -> LayerProblem:
-    """Draw a layer with resident and absent experts and copies under way."""
+def problems(draw: st.DrawFn, max_experts: int = 8, *, over_disk: bool = False) -> LayerProblem:
+    """Draw a layer with resident and absent experts and copies under way.
+
+    With `over_disk` some of them are in memory, the others on a disk.
+    """
     count = draw(st.integers(1, max_experts))
     tokens = draw(st.lists(st.integers(2, 20), min_size=count, max_size=count))
     link = draw(TIMES)
@@ -32,7 +35,13 @@ def problems(draw: st.DrawFn, max_experts: int = 8) -> LayerProblem:
         max_fetches=draw(st.sampled_from([0, 1, 3, 1 << 30])),
         cpu_slowdown=draw(st.sampled_from([1.0, 1.3, 2.0])),
         link_slowdown=draw(st.sampled_from([1.0, 1.2])),
+        read=draw(TIMES) if over_disk else 0.0,
+        places=draw(st.binary(min_size=count, max_size=count).map(_places)) if over_disk else b"",
     )
+
+
+def _places(drawn: bytes) -> bytes:
+    return bytes(place % 3 for place in drawn)
 
 
 @st.composite

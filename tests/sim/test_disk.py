@@ -9,17 +9,27 @@ import pytest
 
 from tandem.core.errors import ConfigError
 from tandem.experts.cache.policy_tables import NATIVE_TABLES, host_slot_eviction
-from tandem.policy.cost import ShapeCosts
+from tandem.hardware.profiles import load_profile
+from tandem.policy.cost import DiskCosts, HardwareProfile, ShapeCosts
 from tandem.policy.eviction import EVICTIONS
 from tandem.policy.eviction.next_use import NextUse, span_for
+from tandem.policy.plan import Copy, ExpertId, Geometry, LayerLoad, LayerPlan
+from tandem.policy.reads import IN_SLOT, ON_DISK
+from tandem.policy.residency import READY
 from tandem.sim.disk import (
     DiskConditions,
     DiskTally,
+    HostShare,
+    HostTier,
     MakeEviction,
     replay_over_disk,
     simulate_over_disk,
 )
 from tandem.sim.hit_rate import demand_loads, hit_rate
+from tandem.sim.replay import Tally
+from tandem.sim.simulation import Conditions, run_timed
+from tandem.sim.systems import TANDEM
+from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace, TraceMeta, read_trace
 from tests.conftest import REPOSITORY
 
@@ -44,6 +54,14 @@ def trace_of(*tokens: Sequence[Sequence[int]], num_experts: int = 8) -> RoutingT
         experts=experts,
         seq_offsets=np.array([0, count]),
     )
+
+
+def recorded(num_layers: int) -> RoutingTrace:
+    """Return the first layers of a real trace."""
+    whole = read_trace(REPOSITORY / "data" / "traces" / "deepseek-v2-lite.npz")
+    meta = dataclasses.replace(whole.meta, n_moe_layers=num_layers)
+    experts = whole.experts[:, :num_layers]
+    return dataclasses.replace(whole, meta=meta, experts=experts, weights=None, predicted=None)
 
 
 def by_name(name: str) -> MakeEviction:
@@ -149,14 +167,101 @@ def test_many_slots_look_further_ahead(num_slots: int, top_k: int, span: tuple[i
 
 
 def test_looking_further_ahead_hits_more_where_most_experts_are_in_memory() -> None:
-    whole = read_trace(REPOSITORY / "data" / "traces" / "deepseek-v2-lite.npz")
-    trace = dataclasses.replace(
-        whole, meta=dataclasses.replace(whole.meta, n_moe_layers=3), experts=whole.experts[:, :3],
-        weights=None, predicted=None,
-    )  # fmt: skip
+    trace = recorded(3)
     geometry, sizes = trace.meta.geometry, [45] * 3  # of 64
     loads = list(demand_loads(trace, 1, 3000))
     near = NextUse(geometry, tables=NATIVE_TABLES)
     far = host_slot_eviction("next-use")(geometry, sizes[0])
     rates = [hit_rate(iter(loads), geometry, sizes, eviction) for eviction in (near, far)]
     assert rates[1] > rates[0] + 0.002
+
+
+def profile_with_disk(rate: float) -> HardwareProfile:
+    """One whose CPU and link do not slow each other down."""
+    disk = DiskCosts(reads="direct", piece_bytes=PAGE, depths=(1,), bytes_per_second=(rate,))
+    return dataclasses.replace(
+        load_profile("desktop-12gb"), disk=disk, cpu_slowdown_while_copying=1.0,
+        link_slowdown_while_computing=1.0,
+    )  # fmt: skip
+
+
+class Without:
+    """Memory that lacks some experts."""
+
+    read_seconds = READ
+
+    def __init__(self, *absent: int) -> None:
+        self._absent = absent
+
+    def has(self, layer: int, expert: int) -> bool:
+        return expert not in self._absent
+
+
+def run_layer(*absent: int) -> Timeline:
+    """Run a layer of which the CPU has experts 0 and 1, the GPU fetches 2, and 1 gets a slot."""
+    profile = profile_with_disk(PAGE / READ)
+    shape = dataclasses.replace(costs(), gpu_seconds=(0.25,), link_seconds_per_expert=2.0)
+    clock = Timeline(profile, shape, Without(*absent))
+    fetch, insert = (Copy(0, expert, expert, None) for expert in (2, 1))
+    plan = LayerPlan(0, (), (), (fetch,), (0, 1), (insert,), (), 0.0, 0.0, 0)
+    clock.run(LayerLoad(0, (0, 1, 2), (1, 1, 1)), plan)
+    return clock
+
+
+def test_the_cpu_computes_what_is_read_for_it_and_copies_wait_for_their_reads() -> None:
+    assert run_layer().now == FIRST + 2 * CPU
+    assert run_layer(1).now == READ + CPU
+    assert run_layer(1, 2).now == 2 * READ + 2.0 + 0.25
+    # What the CPU has is in memory, and is not read again for its slot.
+    assert [run_layer(*absent).num_reads for absent in ((), (1,), (1, 2), (3,))] == [0, 1, 2, 0]
+
+
+def test_what_leaves_the_gpu_comes_back_and_what_the_gpu_has_leaves_first() -> None:
+    geometry, states = Geometry(2, 4, 2), bytearray(8)
+    tier = HostTier(geometry, HostShare(share=0.5, make_eviction=by_name("lru")), states, READ)
+
+    def use(cpu: tuple[int, ...], *evicted: int) -> bytes:
+        copies = tuple(Copy(0, 9, 0, ExpertId(0, expert)) for expert in evicted)
+        load = LayerLoad(0, cpu, (1,) * len(cpu))
+        tier.begin_step(is_prefill=False)
+        tier.use(load, LayerPlan(0, (), (), copies, cpu, (), (), 0.0, 0.0, 0))
+        return tier.places(LayerLoad(0, (0, 1, 2, 3), (1,) * 4))
+
+    assert use((0, 1)) == bytes([IN_SLOT, IN_SLOT, ON_DISK, ON_DISK])
+    states[1] = READY
+    assert use((0,)) == use(()) == bytes([IN_SLOT, IN_SLOT, ON_DISK, ON_DISK])
+    assert use((), 3) == bytes([IN_SLOT, ON_DISK, ON_DISK, IN_SLOT])
+
+
+def over_disk(rate: float, share: float | None = 0.5, *, plans_reads: bool = True) -> Tally:
+    """Replay some tokens with a GPU; a share of None: all experts are in memory."""
+    memory = None
+    if share is not None:
+        memory = HostShare(share=share, make_eviction=by_name("lru"), plans_reads=plans_reads)
+    conditions = Conditions(
+        profile=profile_with_disk(rate), gpu_experts=0.25, prompt=1, limit=60, memory=memory,
+        compare_every=0, host_path="segments",
+    )  # fmt: skip
+    return run_timed(recorded(4), TANDEM, conditions)
+
+
+def test_reads_that_take_no_time_change_nothing() -> None:
+    found, expected = over_disk(1e18, plans_reads=False), over_disk(1e18, None)
+    assert found.decode_seconds == pytest.approx(expected.decode_seconds, rel=1e-6)
+    assert (found.copies, found.reads > 100) == (expected.copies, True)
+
+
+def test_plans_that_know_reads_are_quicker() -> None:
+    found, unplanned = (over_disk(2e9, plans_reads=knows) for knows in (True, False))
+    assert found.decode_seconds < 0.97 * unplanned.decode_seconds
+    assert found.reads < unplanned.reads
+    more = over_disk(2e9, 0.8)
+    assert more.decode_seconds < found.decode_seconds
+
+
+def test_a_gpu_over_a_disk_needs_the_disks_costs() -> None:
+    memory = HostShare(share=0.5, make_eviction=by_name("lru"))
+    with pytest.raises(ConfigError, match="has no disk"):
+        Conditions(profile=load_profile("desktop-12gb"), gpu_experts=0.25, memory=memory)
+    with pytest.raises(ConfigError, match="expected a fraction"):
+        HostShare(share=1.1, make_eviction=by_name("lru"))

@@ -19,12 +19,17 @@ from tests.policy.strategies import problems
 
 
 def brute_force(given: LayerProblem) -> float:
+    """Memory may lack a resident: it then stays on the GPU."""
     best = float("inf")
+
+    def is_stuck(expert: int) -> bool:
+        return given.is_on_disk(given.experts.index(expert))
+
     for on_gpu in itertools.product((False, True), repeat=len(given.cpu)):
         placed = list(zip(given.experts, given.wait, on_gpu, strict=True))
         fetch = [expert for expert, wait, taken in placed if wait < 0 and taken]
         spill = [expert for expert, wait, taken in placed if wait >= 0 and not taken]
-        if len(fetch) > given.max_fetches:
+        if len(fetch) > given.max_fetches or any(map(is_stuck, spill)):
             continue
         for order in itertools.permutations(fetch):
             best = min(best, max(pipeline_seconds(given, order, spill)))
@@ -55,6 +60,19 @@ def test_balanced_is_optimal_where_every_expert_takes_the_gpu_as_long(layer: Lay
         gpu=[layer.gpu[0]] * len(layer.gpu), wait=[min(wait, 0.0) for wait in layer.wait]
     )
     assert Balanced().assign(flat).seconds == pytest.approx(brute_force(flat), rel=1e-9)
+
+
+@settings(max_examples=60)
+@given(layer=problems(max_experts=5, over_disk=True))
+def test_balanced_is_optimal_over_a_disk(layer: LayerProblem) -> None:
+    """The CPU computes what is read for it while copies wait for reads of their own."""
+    flat = layer._replace(
+        gpu=[layer.gpu[0]] * len(layer.gpu), wait=[min(wait, 0.0) for wait in layer.wait]
+    )
+    split = Balanced().assign(flat)
+    assert split.seconds == pytest.approx(brute_force(flat), rel=1e-9)
+    seconds = pipeline_seconds(flat, split.fetch, split.spill)
+    assert (split.gpu_seconds, split.cpu_seconds) == pytest.approx(seconds)
 
 
 def test_64_experts_are_exact_and_more_have_a_bound() -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from tandem.experts.cache.policy_tables import NATIVE_TABLES
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, host_slot_eviction
 from tandem.hardware.profiles import load_profile, shape_for
-from tandem.policy.cost import GRAPH, ShapeCosts
+from tandem.policy.cost import GRAPH, DiskCosts, ShapeCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE, PlannerSettings
 from tandem.policy.step_path import CAPTURE_SIZES, StepPath, run_path, step_path
+from tandem.sim.disk import HostShare
 from tandem.sim.graph_trial import settled
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.simulation import Conditions, run_timed, simulate
@@ -54,6 +55,21 @@ def test_more_rows_pay_where_fewer_do_not() -> None:
     """With more tokens there are more misses, and one copy serves several tokens."""
     assert fetching_sizes()
     assert fetching_sizes() == CAPTURE_SIZES[-len(fetching_sizes()) :]
+
+
+@pytest.mark.parametrize(("share", "fetches"), [(0.0, False), (1.0, True)])
+def test_over_a_disk_steps_fetch_what_memory_has(share: float, *, fetches: bool) -> None:
+    """The CPU computes what comes from the disk; copies ahead are not tried."""
+    disk = DiskCosts(reads="direct", piece_bytes=1, depths=(1,), bytes_per_second=(7e9,))
+    profile = dataclasses.replace(DESKTOP, disk=disk)
+    shape = charged(link_seconds_per_expert=5e-5, copy_wake_seconds=0.0)
+    usual = PlannerSettings(
+        prediction="regression", prefetch_count=2, must_prefetch=False, copies_prompts=True
+    )
+    memory = HostShare(share=share, make_eviction=host_slot_eviction("next-use"))
+    found = settled(usual, profile, shape, GEOMETRY, NUM_EXPERTS // 2, memory=memory)
+    assert found.fetching_sizes == (CAPTURE_SIZES if fetches else ())
+    assert found.predicting_sizes == ()
 
 
 def test_nothing_is_tried_where_nothing_can_be_fetched_or_a_rule_was_asked_for() -> None:

@@ -96,6 +96,20 @@ def test_experts_on_a_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert more["bytes_read"] < found["bytes_read"]  # type: ignore[operator]
 
 
+def test_a_gpu_over_memory_over_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", TRACE, "--limit", "40", "--gpu-experts", "0.25", "--json"]
+    found: list[dict[str, Any]] = []
+    for more in ([], ["--disk", "2GB/s", "--host-experts", "0.5", "--host-path", "segments"]):
+        assert main([*words, *more]) == 0
+        out = capsys.readouterr().out
+        assert ("memory has slots for 50% of the experts" in out) == bool(more)
+        found.append(json.loads(out.splitlines()[-1]))
+    memory, disk = found
+    assert (memory["host_experts"], memory["bytes_read"]) == (1.0, 0)
+    assert (disk["host_experts"], disk["bytes_read"] > 1e9) == (0.5, True)
+    assert disk["decode_tokens_per_second"] < memory["decode_tokens_per_second"]
+
+
 def test_compare_prints_a_table_and_draws(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -142,6 +156,7 @@ def test_a_limit_without_any_decode_step_is_said(
         ([TRACE, "--host-path", "graf"], "no host costs for 'graf'; did you mean 'graph'?"),
         ([TRACE, "--hardware", "desktop"], "unknown hardware 'desktop'; did you mean"),
         ([TRACE, "--shape", "mixtral"], "no costs for the shape 'mixtral'; did you mean"),
+        ([TRACE, "--compare", "--disk", "2GB/s", "--gpu-experts", "0.5"], "leave --disk out"),
         ([TRACE, TRACE, "--compare"], "--compare got 2 traces; expected one"),
         ([TRACE, "--picture", "c.svg"], "--picture draws what --compare finds; give --compare too"),
         (["/"], "/: found a folder; expected a routing trace"),

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.cli.progress import shows_progress
-from tandem.cli.simulate_disk import DiskOptions, print_disk_summary, simulate_disk
+from tandem.cli.simulate_disk import DiskOptions, print_disk_summary, simulate_disk, with_disk
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
+from tandem.core.units import format_bytes
 
 if TYPE_CHECKING:
     from tandem.policy.settings import PlannerSettings
@@ -94,17 +95,20 @@ def run(flags: argparse.Namespace) -> int:
     if _print_lists(options):
         return 0
     disk = from_flags(DiskOptions, flags)
-    if disk.disk is not None:
+    is_without_gpu = disk.disk is not None and flags.gpu_experts is None
+    if is_without_gpu:
         _require_of_disks(flags)
     if not flags.traces:
         raise ConfigError("no trace given; expected at least one routing trace (.npz)")
     if options.compare:
+        if disk.disk is not None:
+            raise ConfigError("--compare has all experts in memory; leave --disk out")
         return _compare(flags.traces, options)
     if options.picture is not None:
         raise ConfigError("--picture draws what --compare finds; give --compare too")
-    results = _simulate_all(flags.traces, options, disk)
+    results = _simulate_all(flags.traces, options, disk, is_without_gpu=is_without_gpu)
     for path, result in results.items():
-        if disk.disk is not None:
+        if is_without_gpu:
             print_disk_summary(path, result)
         else:
             _print_summary(path, result, is_verbose=options.verbose)
@@ -121,7 +125,7 @@ def _require_of_disks(flags: argparse.Namespace) -> None:
         shown = ", ".join(f"--{name.replace('_', '-')}" for name in others)
         raise ConfigError(
             f"{shown}: with --disk the CPU computes all experts, and what memory has no slot for "
-            "is read; leave it out"
+            "is read; leave it out, or give --gpu-experts, too"
         )
 
 
@@ -195,7 +199,7 @@ def _conditions(options: SimulateOptions) -> "Conditions":
 
 
 def _simulate_all(
-    paths: Sequence[str], options: SimulateOptions, disk: DiskOptions
+    paths: Sequence[str], options: SimulateOptions, disk: DiskOptions, *, is_without_gpu: bool
 ) -> dict[str, "Report"]:
     from contextlib import ExitStack
 
@@ -211,9 +215,13 @@ def _simulate_all(
             dump_to = stack.enter_context(Path(options.dump).open("w", encoding="utf-8"))
 
         def simulated(trace: "RoutingTrace", progress: "Progress") -> "Report":
-            if disk.disk is not None:
+            if is_without_gpu:
                 return simulate_disk(trace, conditions, settings.eviction, disk, progress)
-            return simulate(trace, settings, conditions, dump_to=dump_to, progress=progress)
+            tiers = conditions
+            if disk.disk is not None:
+                costs = conditions.plain_costs(trace)
+                tiers = with_disk(conditions, costs, settings.eviction, disk)
+            return simulate(trace, settings, tiers, dump_to=dump_to, progress=progress)
 
         for path, trace in traces.items():
             total = min(conditions.limit, trace.num_tokens)
@@ -237,6 +245,11 @@ def _print_summary(path: str, result: "Report", *, is_verbose: bool) -> None:
         + f"; the GPU's memory has {result['hit_rate']:.0%} of the experts that are used (with LRU "
         f"{result['lru_hit_rate']:.0%}, knowing the future {result['belady_hit_rate']:.0%})"
     )
+    if result["bytes_read"]:
+        print(
+            f"  memory has slots for {result['host_experts']:.0%} of the experts; "
+            f"{format_bytes(result['bytes_read'] / result['tokens'])} read a token, prompts' too"
+        )
     if result["speculation"]["drafted"]:
         told = result["speculation"]
         print(

@@ -1,6 +1,9 @@
-"""`tandem simulate --disk`: some experts are in slots in memory, the others on a disk."""
+"""`tandem simulate --disk`: some experts are in slots in memory, the others on a disk.
 
-from dataclasses import dataclass
+With --gpu-experts a GPU has some, too.
+"""
+
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tandem.core.config import option
@@ -23,7 +26,7 @@ class DiskOptions:
     disk: str | None = option(
         None, metavar="RATE|profile",
         help="experts lie on a disk of this rate (2GB/s) or of the profile's, memory has slots for "
-        "some, and the CPU computes all",
+        "some, and the CPU computes all; with --gpu-experts a GPU has some, too",
     )  # fmt: skip
     host_experts: float | None = option(
         None, metavar="FRACTION",
@@ -95,6 +98,28 @@ def simulate_disk(
     make_eviction = host_slot_eviction(eviction, POLICIES.evictions)
     found = simulate_over_disk(replayed, on_disk, make_eviction, progress=progress)
     return found | {"hardware": conditions.profile.name, "eviction": eviction}
+
+
+def with_disk(
+    conditions: "Conditions", costs: "ShapeCosts", eviction: str, options: DiskOptions
+) -> "Conditions":
+    """Return conditions in which memory between the GPU and a disk has a share of the experts."""
+    from tandem.experts.cache.policy_tables import host_slot_eviction
+    from tandem.policy.cost import DiskCosts, whole_pages
+    from tandem.sim.disk import HostShare
+    from tandem.sim.systems import POLICIES
+
+    disk = DiskCosts(
+        reads="direct",
+        piece_bytes=whole_pages(costs.expert_bytes),
+        depths=(1,),
+        bytes_per_second=(options.rate(conditions.profile),),
+    )
+    memory = HostShare(
+        share=options.share(costs), make_eviction=host_slot_eviction(eviction, POLICIES.evictions)
+    )
+    profile = replace(conditions.profile, disk=disk)
+    return replace(conditions, profile=profile, memory=memory)
 
 
 def print_disk_summary(path: str, result: "Report") -> None:

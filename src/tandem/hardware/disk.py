@@ -33,7 +33,11 @@ class _File(NamedTuple):
 
 
 def measure_disk(
-    files: Sequence[Path], expert_bytes: int, *, seconds: float = _SECONDS
+    files: Sequence[Path],
+    expert_bytes: int,
+    *,
+    seconds: float = _SECONDS,
+    depths: tuple[int, ...] = DEPTHS,
 ) -> DiskCosts | None:
     """Measure reads of experts from files, for `seconds` at each queue depth.
 
@@ -53,11 +57,11 @@ def measure_disk(
             stack.callback(os.close, descriptor)
             opened.append(_File(descriptor, sizes[file]))
         read = _reader(opened, piece, is_direct=is_direct)
-        rates = tuple(piece * _reads_per_second(read, depth, seconds, piece) for depth in DEPTHS)
+        rates = tuple(piece * _reads_per_second(read, depth, seconds, piece) for depth in depths)
     return DiskCosts(
         reads="direct" if is_direct else "buffered",
         piece_bytes=piece,
-        depths=DEPTHS,
+        depths=depths,
         bytes_per_second=rates,
     )
 

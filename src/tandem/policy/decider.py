@@ -17,7 +17,6 @@ from tandem.policy.eviction.policy import Eviction
 from tandem.policy.link_queue import UNLIMITED, LinkQueue
 from tandem.policy.plan import LayerLoad
 from tandem.policy.prefetch import Recurrence
-from tandem.policy.reads import seconds_until_read
 from tandem.policy.residency import COPYING, EMPTY, NOWHERE, Residency
 
 
@@ -29,8 +28,7 @@ class LayerNow(NamedTuple):
     states: bytes  # of each of them
     now: float
     places: bytes = b""
-    """Where memory over a disk has each of them (`tandem.policy.reads`); IN_SLOT for what is no
-    miss. Empty: memory has all."""
+    """Where memory over a disk has each of them (`tandem.policy.reads`). Empty: memory has all."""
 
 
 class Decider(Protocol):
@@ -102,7 +100,7 @@ class PlainDecider:
             self.eviction.scores(keys), costs.cpu_first if rule.launches else costs.planned_first,
             costs.link, self.link.busy_seconds(now),
             max_fetches, costs.cpu_slowdown, costs.link_slowdown, costs.copy_wake,
-            seconds_until_read(places, costs.read),
+            costs.read, places,
         )  # fmt: skip
 
     def entries(

@@ -170,18 +170,18 @@ class Planner:
     ) -> LayerPlan:
         """Decide for one layer at time `now`; its copies count as issued in the plan's order.
 
-        `places` has the misses' places in memory over a disk, as in `LayerNow`; for steps in one
-        graph.
+        `places` has the experts' places in memory over a disk, as in `LayerNow`; a step in one
+        graph uses those of misses only.
         """
         if self._has_every_expert:
-            return self._plan_without_misses(load, now)
+            return self._plan_without_misses(load, now, places)
         self.eviction.touch(load)
         asks = self.asks_behind(load.layer)
         if self._predicts:
             for hint in hints if asks else ():
                 self.prediction.hint(hint)
             self.prediction.observe(load)
-        layer, here = load.layer, self._layer_now(load, now)._replace(places=places)
+        layer, here = load.layer, self._layer_now(load, now, places)
         in_use, states = frozenset(here.keys), here.states
         split, pairs, ahead = self._decide(here)
         next_plan = now + split.seconds + self._dense_seconds
@@ -212,13 +212,14 @@ class Planner:
 
     def _split(self, layer: LayerNow) -> Split:
         load = layer.load
-        if max(load.tokens) > 1 or layer.states.count(READY) < len(layer.keys):
+        is_one_token = max(load.tokens) == 1 and not layer.places
+        if not is_one_token or layer.states.count(READY) < len(layer.keys):
             return self._decider.split(self._rule, layer, self._max_fetches)
         return self._rule.split_residents(load.experts, partial(self._problem, layer))
 
-    def _plan_without_misses(self, load: LayerLoad, now: float) -> LayerPlan:
+    def _plan_without_misses(self, load: LayerLoad, now: float, places: bytes) -> LayerPlan:
         """Plan a layer when all experts are resident: nothing is learned, copied or evicted."""
-        here = self._layer_now(load, now)
+        here = self._layer_now(load, now, places)
         split, states = self._split(here), here.states
         gpu, _, cpu = self._by_processor(load, states, split)
         seconds = split.gpu_seconds, split.cpu_seconds
@@ -229,16 +230,18 @@ class Planner:
         )  # fmt: skip
 
     def problem(self, load: LayerLoad, now: float) -> LayerProblem:
-        """Return a layer's present assignment problem; changes nothing."""
-        return self._problem(self._layer_now(load, now))
+        """Return a layer's present assignment problem, if memory has all experts; changes
+        nothing.
+        """
+        return self._problem(self._layer_now(load, now, b""))
 
     def _problem(self, layer: LayerNow) -> LayerProblem:
         return self._plain.problem(self._rule, layer, self._max_fetches)
 
-    def _layer_now(self, load: LayerLoad, now: float) -> LayerNow:
+    def _layer_now(self, load: LayerLoad, now: float, places: bytes) -> LayerNow:
         first, state = load.layer * self.geometry.num_experts, self.residency.state
         keys = [first + expert for expert in load.experts]
-        return LayerNow(load, keys, bytes([state[key] for key in keys]), now)
+        return LayerNow(load, keys, bytes([state[key] for key in keys]), now, places)
 
     def _place(
         self,

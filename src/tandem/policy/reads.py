@@ -61,20 +61,8 @@ def known_reads(coming: Sequence[ComingUse], shared: SharedSlots) -> list[ReadAh
 
 
 IN_SLOT, PASSING, ON_DISK = range(3)
-"""Where memory has a miss: in a slot of its layer, in a shared one, which is its only for this use,
-or not yet."""
-
-
-def seconds_until_read(places: bytes, read_seconds: float) -> list[float]:
-    """Return when a layer's misses are in memory for the CPU; negative: they may also be fetched.
-
-    The disk reads them one after another in this order.
-    """
-    found, end = list[float](), 0.0
-    for place in places:
-        end += read_seconds * (place == ON_DISK)
-        found.append(-1.0 if place == IN_SLOT else 0.0 if place == PASSING else end)
-    return found
+"""Where memory has an expert: in a slot of its layer, in a transit slot for this use alone, or
+not yet."""
 
 
 def is_prompt(num_tokens: int) -> bool:

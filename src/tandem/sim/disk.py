@@ -1,26 +1,104 @@
 """Experts in memory slots over a disk, on a virtual clock: the time of a trace's steps.
 
-As in real runs (`csrc/disk`), a layer requests its absent experts at once. Those in memory are
-computed meanwhile, the others as they arrive, one after another at the disk's rate. In a prompt the
-next layer's reads begin while a layer is computed; reads of layers routed by token id begin with
-the step. Experts that the eviction does not admit are read too. The CPU computes all experts.
+Below a GPU the planner's replay uses them as its `HostTier`. Without a GPU:
+
+As in real runs (`csrc/disk`), a layer requests its absent experts at once; those in memory are
+computed meanwhile, the others as they arrive, one after the other at the disk's rate. In a prompt
+the next layer's reads begin while a layer is computed; reads of layers routed by token id begin
+with the step. Experts that the eviction does not admit are read too. The CPU computes all experts.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.core.config import require_range
 from tandem.policy.cost import CostTable, ShapeCosts, whole_pages
 from tandem.policy.eviction import EVICTIONS, Eviction
-from tandem.policy.plan import Geometry, LayerLoad
-from tandem.policy.reads import is_prompt
+from tandem.policy.plan import Geometry, LayerLoad, LayerPlan
+from tandem.policy.reads import IN_SLOT, ON_DISK, is_prompt
+from tandem.policy.residency import EMPTY, READY
 from tandem.sim.hit_rate import DemandCache, belady_hit_rate, demand_loads, hit_rate
 from tandem.sim.steps import LoadReader, Step, replay_steps
 from tandem.trace import RoutingTrace, TraceMeta
 
 # For a geometry and so many slots in each layer.
 MakeEviction = Callable[[Geometry, int], Eviction]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostShare:
+    """How much memory has of the experts over the disk of a machine with a GPU."""
+
+    share: float
+    make_eviction: MakeEviction
+    plans_reads: bool = True
+    """Whether plans include the time of reads."""
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        require_range("share", self.share, 0.0, 1.0, what="a fraction")
+
+
+class _DeviceLast(Eviction):
+    """The scores of another eviction, in which what a device has comes last."""
+
+    background = "always"
+
+    def __init__(self, eviction: Eviction, states: Sequence[int]) -> None:
+        self._eviction, self._states = eviction, states
+
+    def scores(self, keys: Sequence[int]) -> list[float]:
+        scores, states = self._eviction.scores(keys), self._states
+        return [
+            0.0 if states[key] == READY else score for key, score in zip(keys, scores, strict=True)
+        ]
+
+    def admits(self, newcomer: float, victim: float) -> bool:
+        return self._eviction.admits(newcomer, victim)
+
+
+class HostTier:
+    """Slots in memory between a GPU and a disk.
+
+    What the CPU computes may enter, and what leaves the GPU; what the GPU has leaves first. A
+    prompt's next layer is not read ahead.
+    """
+
+    def __init__(
+        self, geometry: Geometry, memory: HostShare, states: Sequence[int], read_seconds: float
+    ) -> None:
+        """Start full of what the GPU lacks, as after the load; `states` are those of all experts
+        there, by key.
+        """
+        self.read_seconds, self._plans_reads = read_seconds, memory.plans_reads
+        sizes = [int(geometry.num_experts * memory.share)] * geometry.num_layers
+        eviction = memory.make_eviction(geometry, sizes[0])
+        self._geometry = geometry
+        self._cache = DemandCache(geometry, sizes, eviction, _DeviceLast(eviction, states))
+        self.begin_step, self.has = self._cache.begin_step, self._cache.has
+        for layer, size in enumerate(sizes):
+            keys = range(geometry.key(layer, 0), geometry.key(layer + 1, 0))
+            lacking = [key for key in keys if states[key] == EMPTY]
+            self._cache.admit(LayerLoad(layer, (), ()), lacking[:size])
+
+    def places(self, load: LayerLoad) -> bytes:
+        """Return where memory has a layer's experts, for a plan that includes reads."""
+        if not self._plans_reads:
+            return b""
+        has = self._cache.has
+        return bytes(IN_SLOT if has(load.layer, expert) else ON_DISK for expert in load.experts)
+
+    def use(self, load: LayerLoad, plan: LayerPlan) -> None:
+        """Take what the CPU has computed, and what has left the GPU."""
+        if plan.cpu:
+            tokens = dict(zip(load.experts, load.tokens, strict=True))
+            used = LayerLoad(load.layer, plan.cpu, tuple(tokens[expert] for expert in plan.cpu))
+            self._cache.use(used)
+        for copy in (*plan.fetch, *plan.insert, *plan.prefetch):
+            if copy.evicts is not None and not self._cache.has(*copy.evicts):
+                layer = LayerLoad(copy.evicts.layer, (), ())
+                self._cache.admit(layer, [self._geometry.key(*copy.evicts)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

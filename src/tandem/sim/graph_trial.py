@@ -3,8 +3,9 @@
 Steps of typical routing run on the virtual clock, with a machine's costs, from a cache of the
 hottest experts: by the rule that leaves every miss to the CPU, and by the one that fetches; then by
 the better one with and without copies ahead of the next layer, from predictions of usual quality;
-then, if routers can be asked ahead, from their usual answers. A loaded model, `tandem plan` and
-`tandem simulate` all ask here, so equal costs and slots give equal answers.
+then, if routers can be asked ahead, from their usual answers. With memory over a disk only the
+rules are tried: a copy ahead may wait for its read, and the others behind it. A loaded model,
+`tandem plan` and `tandem simulate` all ask here, so equal costs and slots give equal answers.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.prediction.policy import Forecast, Prediction
 from tandem.policy.settings import FETCHING_RULE, GRAPH_RULE, Native, PlannerSettings, Policies
 from tandem.policy.step_path import CAPTURE_SIZES
+from tandem.sim.disk import HostShare
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.typical_routing import ONE_WRONG_IN, typical_routing
@@ -39,6 +41,7 @@ def settled(
     num_slots: int,
     *,
     tables: Native | None = None,
+    memory: HostShare | None = None,
 ) -> PlannerSettings:
     """Return settings whose steps in one graph fetch where that pays, unless a rule is requested.
 
@@ -53,17 +56,18 @@ def settled(
     if not 0 < num_slots < num_experts:
         return settings.with_predictions(())
     tries_rules = settings.assignment is None and shape.second_launch_seconds > 0
-    tries_asking = settings.may_ask and shape.asking_seconds > 0
-    if not tries_rules and not settings.may_predict and not tries_asking:
+    may_predict = settings.may_predict and memory is None
+    tries_asking = settings.may_ask and shape.asking_seconds > 0 and memory is None
+    if not tries_rules and not may_predict and not tries_asking:
         return settings.with_predictions(())
-    trial = _Trial(settings, profile, shape, geometry, num_slots, tables)
+    trial = _Trial(settings, profile, shape, geometry, num_slots, tables, memory)
     if tries_rules:
         fetching = tuple(size for size in CAPTURE_SIZES if trial.fetches_pay(size))
         settings = dataclasses.replace(settings, fetching_sizes=fetching)
     predicting, asking = list[int](), list[int]()
     for size in CAPTURE_SIZES:
         rule = settings.rule(graph_tokens=size)
-        if settings.may_predict and trial.copies_pay(size, rule):
+        if may_predict and trial.copies_pay(size, rule):
             predicting.append(size)
         if tries_asking and trial.asking_pays(size, rule):
             asking.append(size)
@@ -133,6 +137,7 @@ class _Trial:
         geometry: Geometry,
         num_slots: int,
         tables: Native | None,
+        memory: HostShare | None,
     ) -> None:
         self._run = ReplaySettings(
             settings=settings,
@@ -143,6 +148,7 @@ class _Trial:
             compare_every=0,
             in_graph=True,
             tables=tables,
+            memory=memory,
         )
         most = CAPTURE_SIZES[-1]
         self._found: dict[tuple[int, str, str | None], float] = {}  # seconds

@@ -39,11 +39,17 @@ def demand_loads(trace: RoutingTrace, batch: int, limit: int) -> Iterator[list[L
 class DemandCache:
     """The experts that an eviction policy keeps; admitted experts are present at the next step."""
 
-    def __init__(self, geometry: Geometry, set_sizes: Sequence[int], eviction: Eviction) -> None:
-        """Start empty."""
+    def __init__(
+        self,
+        geometry: Geometry,
+        set_sizes: Sequence[int],
+        eviction: Eviction,
+        ranking: Eviction | None = None,
+    ) -> None:
+        """Start empty. With a `ranking`, its scores say who leaves, and `eviction` learns."""
         self._num_experts = geometry.num_experts
         self._residency = Residency(geometry, set_sizes, 0)
-        self._admission = Admission(self._residency, eviction)
+        self._admission = Admission(self._residency, ranking or eviction)
         self._eviction = eviction
         eviction.resized(set_sizes)
 
@@ -57,11 +63,18 @@ class DemandCache:
         first = load.layer * self._num_experts
         slot_of = self._residency.slot_of
         absent = [expert for expert in load.experts if slot_of[first + expert] == NOWHERE]
-        return absent, self._admit(load, [first + expert for expert in absent])
+        return absent, self.admit(load, [first + expert for expert in absent])
 
-    def _admit(self, load: LayerLoad, misses: Sequence[int]) -> list[tuple[int, int]]:
+    def has(self, layer: int, expert: int) -> bool:
+        """Tell whether an expert is there."""
+        return self._residency.slot_of[layer * self._num_experts + expert] != NOWHERE
+
+    def admit(self, load: LayerLoad, absent: Sequence[int]) -> list[tuple[int, int]]:
+        """Give slots to absent keys of a load's layer, if they are worth it; returns the
+        changes.
+        """
         residency, eviction = self._residency, self._eviction
-        newcomers = eviction.candidates(load.layer, misses, residency.slot_of)
+        newcomers = eviction.candidates(load.layer, absent, residency.slot_of)
         if not newcomers:
             return []
         set_id, first = residency.set_of(load.layer), load.layer * self._num_experts

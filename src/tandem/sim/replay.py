@@ -19,6 +19,7 @@ from tandem.policy.plan import LayerLoad, LayerPlan
 from tandem.policy.settings import Native, PlannerSettings, make_planner_on
 from tandem.policy.speculation.step_shape import TouchedExperts
 from tandem.policy.step_path import MAX_GRAPH_TOKENS
+from tandem.sim.disk import HostShare, HostTier
 from tandem.sim.exact import optimal_seconds
 from tandem.sim.exact_overlapped import overlapped_optimal_seconds
 from tandem.sim.speculation import SpeculationChoice, TraceSpeculation
@@ -59,6 +60,7 @@ class Tally:
     demands: int = 0  # active experts
     hits: int = 0  # of them, resident and ready when planned
     copies: int = 0
+    reads: int = 0  # of experts, from a disk
     prefetch_issued: int = 0
     prefetch_useful: int = 0
     decode_steps: int = 0
@@ -110,6 +112,7 @@ class ReplaySettings:
     limit: int = 1 << 60
     compare_every: int = COMPARE_EVERY  # 0: never
     speculation: SpeculationChoice | None = None
+    memory: HostShare | None = None  # over the profile's disk; None: memory has all experts
     in_graph: bool = False  # whether decode steps of few tokens are one graph
     tables: Native | None = None  # in which policies learn; None: slow ones with the same answers
 
@@ -145,7 +148,6 @@ class _Replay:
         self._settings = run
         self._trace = trace
         self._reader = LoadReader(trace)
-        self._timeline = clock or Timeline(profile, run.shape)
         self._planner = make_planner_on(
             profile,
             run.shape,
@@ -155,6 +157,11 @@ class _Replay:
             resident=resident,
             tables=run.tables,
         )
+        self._memory: HostTier | None = None
+        if run.memory is not None:
+            states, read_seconds = self._planner.residency.state, self._planner.costs.read
+            self._memory = HostTier(trace.meta.geometry, run.memory, states, read_seconds)
+        self._timeline = clock or Timeline(profile, run.shape, self._memory)
         self._by_equations = functools.cache(functools.partial(_by_equations, run.settings))
         self._graph_tokens = 0  # of the step that runs; 0: it is planned
         self._watch = watch
@@ -190,7 +197,7 @@ class _Replay:
                 break
         if self._decoding is not None:
             tally.drafted, tally.accepted = self._decoding.drafted, self._decoding.accepted
-        tally.total_seconds = timeline.now
+        tally.total_seconds, tally.reads = timeline.now, timeline.num_reads
         tally.cpu_busy_seconds = timeline.cpu_busy
         tally.gpu_busy_seconds = timeline.gpu_busy
         tally.link_busy_seconds = timeline.link_busy
@@ -208,6 +215,9 @@ class _Replay:
             in_graph=self._graph_tokens > 0, known=reader.known(loads),
         )  # fmt: skip
         timeline.issue(ahead)
+        memory = self._memory
+        if memory is not None:
+            memory.begin_step(is_prefill=step.is_prefill)
         for copy in ahead:
             self._ahead.add((copy.layer, copy.expert))
             tally.prefetch_issued += 1
@@ -221,7 +231,8 @@ class _Replay:
             known = hints[load.layer + 1] if hints and load.layer + 1 < len(hints) else ()
             compared = self._compare(load)
             start = time.perf_counter()
-            plan = planner.plan(load, timeline.now, known)
+            places = memory.places(load) if memory is not None else b""
+            plan = planner.plan(load, timeline.now, known, places)
             planned = time.perf_counter()
             planner.learn()
             tally.plan_seconds.append(planned - start)
@@ -233,6 +244,8 @@ class _Replay:
                     self._watch(tally.steps, load, plan, compared, rule, timeline.now)
             self._count(load, plan)
             timeline.run(load, plan)
+            if memory is not None:
+                memory.use(load, plan)
 
     def _compare(self, load: LayerLoad) -> Compared | None:
         """Return the layer's problem if it is compared or observed; otherwise None."""

@@ -7,9 +7,10 @@ from typing import Any, TextIO
 from tandem.core.config import require_range
 from tandem.core.errors import ConfigError
 from tandem.hardware.profiles import shape_for
-from tandem.policy.cost import NO_HOST, HardwareProfile, ShapeCosts
+from tandem.policy.cost import NO_HOST, HardwareProfile, ShapeCosts, whole_pages
 from tandem.policy.settings import PlannerSettings
 from tandem.policy.step_path import MAX_GRAPH_TOKENS, StepPath, step_path
+from tandem.sim.disk import HostShare
 from tandem.sim.dump import Dump
 from tandem.sim.graph_trial import settled
 from tandem.sim.hit_rate import belady_hit_rate, demand_loads, hit_rate
@@ -37,6 +38,7 @@ class Conditions:
     compare_every: int = COMPARE_EVERY
     host_path: str | None = None  # whose host costs are charged; None: the profile's usual one
     speculation: SpeculationChoice | None = None
+    memory: HostShare | None = None  # over the profile's disk; None: memory has all experts
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -46,6 +48,8 @@ class Conditions:
         require_range("limit", self.limit, 1)
         require_range("hold_out", self.hold_out, 0)
         SIMULATED_STARTS.factory(self.start)
+        if self.memory is not None and self.profile.disk is None:
+            raise ConfigError(f"profile {self.profile.name!r} has no disk; expected its costs")
 
     def path(self, settings: PlannerSettings) -> StepPath:
         """Return the path of decode steps; raises `ConfigError` if it cannot follow the
@@ -70,7 +74,8 @@ class Conditions:
         if not self.path(settings).in_graph:
             return settings
         costs, num_slots = self.costs(trace, settings), self.num_slots(trace)
-        return settled(settings, self.profile, costs, trace.meta.geometry, num_slots)
+        geometry, memory = trace.meta.geometry, self.memory
+        return settled(settings, self.profile, costs, geometry, num_slots, memory=memory)
 
     def plain_costs(self, trace: RoutingTrace) -> ShapeCosts:
         """Return the costs of the trace's model, or of the requested shape."""
@@ -130,8 +135,10 @@ def _replayed(
         batch=conditions.batch,
         prompt=conditions.prompt,
         limit=conditions.limit,
-        compare_every=conditions.compare_every,
+        # The optima know no disk.
+        compare_every=conditions.compare_every if conditions.memory is None else 0,
         speculation=conditions.speculation,
+        memory=conditions.memory,
         in_graph=conditions.path(settings).in_graph,
     )
     return replay(
@@ -227,6 +234,7 @@ def _summary(
         "batch": conditions.batch,
         "gpu_experts": conditions.gpu_experts,
         "slots": conditions.num_slots(trace),
+        "host_experts": 1.0 if conditions.memory is None else conditions.memory.share,
         "assignment": settings.rule(graph_tokens=conditions.batch if path.in_graph else 0),
         "eviction": settings.eviction,
         "prediction": settings.prediction,
@@ -250,6 +258,7 @@ def _summary(
         "decode_tokens_per_second": tally.decode_tokens_per_second() or None,
         "prefill_tokens_per_second": tally.prefill_tokens_per_second(),
         "bytes_fetched": tally.copies * costs.expert_bytes,
+        "bytes_read": tally.reads * whole_pages(costs.expert_bytes),
         "busy": {
             "cpu": tally.cpu_busy_seconds / total,
             "gpu": tally.gpu_busy_seconds / total,

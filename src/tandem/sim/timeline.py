@@ -6,11 +6,14 @@ fetched experts run after all of that in a launch of their own, and other copies
 CPU's share; if the next layer's router is asked, after its answer. The link serves copies one after
 another, also across layers. While CPU and link work at the same time, each slows the other down by
 the profile's factors.
+
+Over a disk it reads what memory lacks, one expert after another: a layer's for the CPU, which
+computes them as they come, behind the others; then what is copied, and such a copy waits for it.
 """
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tandem.policy.cost import CostTable, HardwareProfile, ShapeCosts
 from tandem.policy.plan import TWICE, Copy, LayerLoad, LayerPlan
@@ -22,6 +25,15 @@ class Arrival(NamedTuple):
     layer: int
     expert: int
     seconds: float
+
+
+class Memory(Protocol):
+    """Memory over a disk."""
+
+    read_seconds: float  # of one expert
+
+    def has(self, layer: int, expert: int) -> bool:
+        """Tell whether an expert is in memory."""
 
 
 class _GpuQueue:
@@ -43,15 +55,20 @@ class _GpuQueue:
 class Timeline:
     """The clock of CPU, GPU and link; `now` is when everything before the next layer is done."""
 
-    def __init__(self, profile: HardwareProfile, shape: ShapeCosts) -> None:
-        """Start at time 0 with everything idle."""
+    def __init__(
+        self, profile: HardwareProfile, shape: ShapeCosts, memory: Memory | None = None
+    ) -> None:
+        """Start at time 0 with everything idle; without a `memory` over a disk nothing is read."""
         self.now = 0.0
         self.costs = CostTable(shape)
         self.cpu_busy = self.gpu_busy = self.link_busy = 0.0
         self.watchers = 0  # a virtual clock counts all busy times anyway
         self._cpu_slowdown = profile.cpu_slowdown_while_copying
         self._link_slowdown = profile.link_slowdown_while_computing
-        self._link_free = 0.0
+        self._link_free = self._disk_free = 0.0
+        self.num_reads = 0
+        self._come: dict[tuple[int, int], float] = {}  # when this layer's reads end
+        self._memory = memory
         self._dense = (1, self.costs.dense(1))  # of the tokens that were asked for last
         self._under_way: deque[Arrival] = deque()
 
@@ -80,21 +97,60 @@ class Timeline:
         costs.require(max(load.tokens))
         tokens = dict(zip(load.experts, load.tokens, strict=True))
         start = self.now
-        cpu = sum([costs.cpu[tokens[expert]] for expert in plan.cpu])
+        self._come.clear()
+        read = [(e, self._read(plan.layer, e)) for e in self._absent(plan, tokens)]
+        coming = [expert for expert, _ in read]
+        cpu = sum([costs.cpu[tokens[expert]] for expert in plan.cpu if expert not in coming])
         first = costs.cpu_first if plan.launches else costs.planned_first
         cpu += first if plan.cpu else 0.0
         if plan.launches:
             self.now += costs.asking if plan.asks else 0.0
-            return self._run_in_graph(plan, tokens, cpu)
+            return self._run_in_graph(plan, tokens, cpu, read)
         gpu_end = self._run_gpu(plan, tokens, start + cpu)
         for copy in (*plan.insert, *plan.prefetch):
             self._copy(copy, 0.0, start + cpu)
         shared = min(cpu, max(0.0, self._link_free - start))
         cpu += shared * (self._cpu_slowdown - 1.0)
-        self.cpu_busy += cpu
-        self.now = max(start + cpu, gpu_end)
+        self.now = max(self._run_cpu(start + cpu, cpu, tokens, read), gpu_end)
 
-    def _run_in_graph(self, plan: LayerPlan, tokens: dict[int, int], cpu: float) -> None:
+    def _absent(self, plan: LayerPlan, tokens: dict[int, int]) -> list[int]:
+        """Return what memory lacks of the CPU's experts, in the order of their reads."""
+        if self._memory is None:
+            return []
+        absent = [expert for expert in plan.cpu if not self._memory.has(plan.layer, expert)]
+        return sorted(absent, key=lambda expert: -tokens[expert])
+
+    def _read(self, layer: int, expert: int) -> float:
+        """Return when an expert is in memory; the disk reads it if it is not."""
+        memory, key = self._memory, (layer, expert)
+        if memory is None or memory.has(layer, expert):
+            return 0.0
+        if key not in self._come:
+            self._disk_free = max(self._disk_free, self.now) + memory.read_seconds
+            self.num_reads += 1
+            self._come[key] = self._disk_free
+        return self._come[key]
+
+    def _run_cpu(
+        self, done: float, cpu: float, tokens: dict[int, int], read: list[tuple[int, float]]
+    ) -> float:
+        """Compute what is read behind the rest, which takes `cpu`; return when all is done."""
+        self.cpu_busy += cpu
+        for expert, arrival in read:
+            seconds, begin = self.costs.cpu[tokens[expert]], max(done, arrival)
+            shared = min(seconds, max(0.0, self._link_free - begin))
+            seconds += shared * (self._cpu_slowdown - 1.0)
+            self.cpu_busy += seconds
+            done = begin + seconds
+        return done
+
+    def _run_in_graph(
+        self,
+        plan: LayerPlan,
+        tokens: dict[int, int],
+        cpu: float,
+        read: list[tuple[int, float]],
+    ) -> None:
         """Run a layer as a coordinator answers it, whose copying thread sleeps in between."""
         gpu, wake, start = self.costs.gpu, self.costs.copy_wake, self.now
         held = sum([gpu[tokens[expert]] for expert in plan.gpu])
@@ -105,10 +161,9 @@ class Timeline:
         for copy in plan.prefetch:
             self._copy(copy, start + wake, start + cpu)
         cpu += min(cpu, max(0.0, self._link_free - start)) * (self._cpu_slowdown - 1.0)
-        answered = max(start + cpu, landed)
+        answered = max(self._run_cpu(start + cpu, cpu, tokens, read), landed)
         for copy in plan.insert:
             self._copy(copy, answered + wake, start)
-        self.cpu_busy += cpu
         self.gpu_busy += held + fetched
         self.now = max(start + held, answered)
         if plan.launches == TWICE:
@@ -130,7 +185,8 @@ class Timeline:
 
     def _copy(self, copy: Copy, slot_free: float, cpu_end: float) -> float:
         """Append a copy to the link; returns when it ends."""
-        start = max(self._link_free, self.now, slot_free)
+        arrived = self._read(copy.layer, copy.expert)
+        start = max(self._link_free, self.now, slot_free, arrived)
         seconds = self.costs.link
         if start < cpu_end:
             seconds *= self._link_slowdown

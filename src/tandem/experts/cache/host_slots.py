@@ -22,7 +22,7 @@ from tandem.kernels.memory import allocate_buffers
 from tandem.policy.plan import Geometry
 
 # So many reads are under way at once, in such pieces: a disk of 2 GB/s gives its rate from 4 MB on.
-_READERS = 8
+READERS = 8
 _PIECE_BYTES = 1280 << 10
 # Experts of any layer that pass through: what is not admitted, and a prompt's next layer.
 _TRANSIT_SLOTS = 32
@@ -92,6 +92,7 @@ class HostSlots:
         """Of each layer's experts that memory holds."""
         self.num_slots = [int(count * self.share) for count in counts]
         self.slot_bytes = max(sizes)
+        self.files = sorted({place.file for place in places})
         self.has_sums = all(place.sums for place in places)
         """Whether damaged bytes are found."""
         self._transit = page_aligned(num_transit(counts), max(sizes))
@@ -113,7 +114,7 @@ class HostSlots:
         ]  # fmt: skip
         try:
             self.native = _native.HostSlots(
-                entries, self._transit, _HELD_SLOTS, _READERS, _PIECE_BYTES, _PATIENCE_SECONDS
+                entries, self._transit, _HELD_SLOTS, READERS, _PIECE_BYTES, _PATIENCE_SECONDS
             )
         except RuntimeError as error:
             raise ModelError(str(error)) from None

@@ -262,7 +262,9 @@ class HybridExecutor(Executor):
         begin, asked = clock.now, time.perf_counter()
         asks = self.look_ahead is not None and cache.planner.asks_behind(layer)
         hints = self.look_ahead(layer) if self.look_ahead is not None and asks else ()
-        plan = cache.planner.plan(load, begin, hints)
+        slots = self.store.slots
+        places = slots.places(layer, routing.experts) if slots is not None else b""
+        plan = cache.planner.plan(load, begin, hints, places)
         plan_seconds = time.perf_counter() - asked
         step = _LayerStep(host, functions, routing, hidden, tokens, top_k_weights)
         try:

@@ -1,14 +1,14 @@
 """What a hybrid executor is made from: the observed model, and a device's parts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.core.errors import UnsupportedModelError
 from tandem.core.units import parse_bandwidth
 from tandem.experts.cache.clock import Clock
 from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
-from tandem.experts.cache.host_slots import HostSlots
-from tandem.experts.cache.policy_tables import NATIVE_TABLES
+from tandem.experts.cache.host_slots import READERS, HostSlots
+from tandem.experts.cache.policy_tables import NATIVE_TABLES, host_slot_eviction
 from tandem.experts.cache.sizing import MemoryShare
 from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.execution.batch import ExpertFunctions
@@ -20,6 +20,7 @@ from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.measuring.profiler import MeasuredExperts, with_link
 from tandem.experts.store.host_store import HostStore
 from tandem.foreign_types import PreTrainedModel
+from tandem.hardware.disk import measure_disk
 from tandem.hardware.profiles import shape_for
 from tandem.hf.config import OffloadConfig
 from tandem.hf.experts import Bound, bind_all, expert_functions
@@ -31,7 +32,10 @@ from tandem.policy.cost import HardwareProfile
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.policy.step_path import CAPTURE_SIZES, run_path
+from tandem.sim.disk import HostShare
 from tandem.sim.graph_trial import settled
+
+_DISK_SECONDS = 0.05  # of reads, to know a disk's rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +106,16 @@ class ObservedModel:
     def machine(self, profile: HardwareProfile) -> Machine:
         """Return a profile's machine for this model, with the link that the options set.
 
-        Its times include the host's own work.
+        Its times include the host's own work. Where experts are on a disk that the profile does not
+        know, its rate is measured.
         """
-        rate = self.link_bytes_per_second
+        rate, slots = self.link_bytes_per_second, self.host_slots
         profile = profile if rate is None else with_link(profile, rate)
+        if slots is not None and profile.disk is None:
+            disk = measure_disk(
+                slots.files, slots.slot_bytes, seconds=_DISK_SECONDS, depths=(READERS,)
+            )
+            profile = replace(profile, disk=disk)
         shape = shape_for(profile, self.model_type, self.geometry)
         path = run_path(profile, self.why_planned())
         return Machine(profile, profile.charged(shape, path.host_path), path)
@@ -120,12 +130,17 @@ class ObservedModel:
         """Return the planner's settings for a machine and its slots.
 
         Steps in one graph fetch and copy ahead if a trial says that it pays. With experts on a disk
-        they fetch nothing, and copy ahead and ask routers only if the options say so.
+        they copy ahead and ask routers only if the options say so.
         """
-        settings = self.options.planner_settings()
-        if machine.path.in_graph and self.host_slots is None:
+        settings, slots, memory = self.options.planner_settings(), self.host_slots, None
+        if slots is not None:
+            make_eviction = host_slot_eviction(self.options.eviction)
+            memory = HostShare(share=slots.share, make_eviction=make_eviction)
+        if machine.path.in_graph:
             parts = machine.profile, machine.shape, self.geometry, num_slots
-            return settled(settings, *parts, tables=NATIVE_TABLES)
+            settings = settled(settings, *parts, tables=NATIVE_TABLES, memory=memory)
+            if slots is None:
+                return settings
         # A GPU's steps are one graph also where the profile does not say what that costs.
         is_graph = machine.path.in_graph or settings.copies_prompts
         asking_sizes = CAPTURE_SIZES if machine.path.in_graph and settings.may_ask else ()

@@ -5,12 +5,79 @@ fetches the first x absent ones and gives the last y resident ones to the CPU. W
 not depend on the token count (weights are read once), no other choice of x + y experts is better,
 so the best pair is the optimum; a pointer in y only moves forward as x grows, so it costs
 O(n log n). All-CPU is among the pairs: the answer is never worse.
+
+Of absent experts that a disk has to read first, every number of fetches is tried with each such
+pair: the CPU computes the others as they are read, and copies of these wait for reads of their own.
+Residents that memory lacks stay on the GPU.
 """
 
 from bisect import insort
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from tandem.policy.assignment.problem import LayerProblem, Split, added
+from tandem.policy.assignment.problem import LayerProblem, Split, added, computed_as_read
+
+
+class _Read(NamedTuple):
+    """What a disk's reads add to a layer if so many of the experts that it reads are fetched."""
+
+    fetch: int
+    is_cpus: bool  # whether the CPU has any of them
+    cpu_seconds: float
+    cpu_done: float  # if the CPU has nothing else
+    gpu_seconds: float = 0.0
+    behind_link: float = float("-inf")  # the last is done so long after other copies, if read early
+    behind_reads: float = float("-inf")  # the last is done, if there are no other copies
+
+    @classmethod
+    def of(cls, problem: LayerProblem, on_disk: Sequence[int], fetch: int, link: float) -> "_Read":
+        """Return that of fetching the first ones; the CPU's are read before them."""
+        left, total, copied = on_disk[fetch:], 0.0, 0.0
+        behind_link = behind_reads = float("-inf")
+        end = arrived = added(problem.read for _ in left)
+        for i in on_disk[:fetch]:
+            seconds = problem.gpu[i]
+            end += problem.read
+            copied += link
+            arrived = max(arrived, end) + link
+            behind_link = max(behind_link, copied) + seconds
+            behind_reads = max(behind_reads, arrived) + seconds
+            total += seconds
+        on_cpu = computed_as_read(problem, left)
+        return cls(fetch, bool(left), *on_cpu, total, behind_link, behind_reads)
+
+    def copied(self, problem: LayerProblem, link: float, others: int, done: float) -> float:
+        """Return when the last fetched expert is done if others are copied first, done by then."""
+        busy = problem.link_busy + others * link
+        return max(done + self.gpu_seconds, busy + self.behind_link, self.behind_reads)
+
+
+class _Residents(NamedTuple):
+    """Experts with a slot, first spilled first; by spills: what is left to the GPU, and the CPU's.
+
+    `spilled` ends where memory lacks the next one.
+    """
+
+    order: list[int]
+    left: list[float]  # GPU seconds
+    floor: list[float]  # the end of arrivals
+    spilled: list[float]  # CPU seconds
+
+
+class _Pair(NamedTuple):
+    """Numbers of fetches, of those from the disk, and of spills, and when both processors are
+    done.
+    """
+
+    fetch: int
+    read: int
+    spill: int
+    gpu_seconds: float
+    cpu_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.gpu_seconds, self.cpu_seconds)
 
 
 class Balanced:
@@ -23,40 +90,43 @@ class Balanced:
     def assign(self, problem: LayerProblem) -> Split:
         """Return the best split; ties fetch the expert with the higher cache score."""
         wait, cpu, scores = problem.wait, problem.cpu, problem.scores
-        absent = [i for i, seconds in enumerate(wait) if seconds < 0]
-        resident = [i for i, seconds in enumerate(wait) if seconds >= 0]
-        absent.sort(key=lambda i: (-cpu[i], -scores[i]))
-        gpu_fetched, arrival = self._fetch_seconds(problem, absent)
-        by_ratio, held_left, floor = self._resident_seconds(problem, resident)
-        spilled = [0.0]
-        for i in by_ratio:
-            spilled.append(spilled[-1] + cpu[i])
-        fetch, spill, gpu_seconds, cpu_seconds = self._best_pair(
-            problem, [cpu[i] for i in absent], gpu_fetched, arrival, held_left, floor, spilled
-        )
-        if self.pipelined and problem.link_slowdown > 1.0 and len(gpu_fetched) > len(absent):
+        order = sorted(range(len(wait)), key=lambda i: (-cpu[i], -scores[i]))
+        absent = [i for i in order if wait[i] < 0]
+        on_disk = [i for i in absent if self.pipelined and problem.is_on_disk(i)]
+        absent = [i for i in absent if i not in on_disk] if on_disk else absent
+        residents = self._residents(problem, [i for i, seconds in enumerate(wait) if seconds >= 0])
+        fetches = self._fetch_seconds(problem, absent, problem.link)
+        best: _Pair | None = None
+        for count in range(min(len(on_disk), problem.max_fetches) + 1):
+            read = _Read.of(problem, on_disk, count, problem.link)
+            found = self._best_pair(problem, [cpu[i] for i in absent], fetches, residents, read)
+            best = found if best is None or found.seconds < best.seconds else best
+        assert best is not None
+        num_absent = len(absent) + len(on_disk)
+        if self.pipelined and problem.link_slowdown > 1.0 and problem.max_fetches >= num_absent:
             # Without the CPU copies are as fast as the link alone.
-            alone = problem._replace(link=problem.link / problem.link_slowdown)
-            total, done = self._fetch_seconds(alone, absent)
-            everything = max(max(held_left[0], floor[0]) + total[-1], done[-1])
-            if everything < max(gpu_seconds, cpu_seconds):
-                fetch, spill, gpu_seconds, cpu_seconds = len(absent), 0, everything, 0.0
+            link = problem.link / problem.link_slowdown
+            total, done = self._fetch_seconds(problem, absent, link)
+            read = _Read.of(problem, on_disk, len(on_disk), link)
+            held = max(residents.left[0], residents.floor[0]) + total[-1] + read.gpu_seconds
+            everything = max(held, read.copied(problem, link, len(absent), done[-1]))
+            if everything < best.seconds:
+                best = _Pair(len(absent), len(on_disk), 0, everything, 0.0)
         experts = problem.experts
         return Split(
-            [experts[i] for i in absent[:fetch]],
-            [experts[i] for i in by_ratio[:spill]],
-            gpu_seconds,
-            cpu_seconds,
+            [experts[i] for i in (*absent[: best.fetch], *on_disk[: best.read])],
+            [experts[i] for i in residents.order[: best.spill]],
+            best.gpu_seconds,
+            best.cpu_seconds,
         )
 
-    def _resident_seconds(
-        self, problem: LayerProblem, resident: Sequence[int]
-    ) -> tuple[list[int], list[float], list[float]]:
-        """Return residents in spill order; per number of spills GPU seconds, end of arrivals."""
+    def _residents(self, problem: LayerProblem, resident: Sequence[int]) -> _Residents:
         wait, cpu, gpu = problem.wait, problem.cpu, problem.gpu
         held = {i: gpu[i] if gpu[i] > wait[i] else wait[i] for i in resident}
         order = sorted(resident, key=lambda i: cpu[i] / held[i] if held[i] else 1e99)
-        left, floor = [0.0], [0.0]
+        if problem.places and self.pipelined:
+            order.sort(key=problem.is_on_disk)
+        left, floor, spilled = [0.0], [0.0], [0.0]
         under_way: list[tuple[float, float]] = []  # (arrival, GPU seconds) of copies, by arrival
         for i in reversed(order):
             if not self.pipelined:
@@ -69,14 +139,18 @@ class Balanced:
                 floor.append(_one_after_another(under_way))
             else:
                 floor.append(floor[-1])
-        return order, left[::-1], floor[::-1]
+        for i in order:
+            if self.pipelined and problem.is_on_disk(i):
+                break
+            spilled.append(spilled[-1] + cpu[i])
+        return _Residents(order, left[::-1], floor[::-1], spilled)
 
     def _fetch_seconds(
-        self, problem: LayerProblem, absent: Sequence[int]
+        self, problem: LayerProblem, absent: Sequence[int], link: float
     ) -> tuple[list[float], list[float]]:
         """Return per number of fetches the fetched experts' GPU seconds, and the last one's end."""
         limit = min(len(absent), problem.max_fetches)
-        gpu, link = problem.gpu, problem.link
+        gpu = problem.gpu
         total, done = [0.0], [0.0]
         for count, i in enumerate(absent[:limit], 1):
             seconds = gpu[i]
@@ -93,39 +167,40 @@ class Balanced:
         self,
         problem: LayerProblem,
         cpu_absent: Sequence[float],
-        gpu_fetched: Sequence[float],
-        arrival: Sequence[float],
-        held_left: Sequence[float],
-        floor: Sequence[float],
-        spilled: Sequence[float],
-    ) -> tuple[int, int, float, float]:
-        """Return (fetches, spills, gpu, cpu seconds) with the least maximum of both times."""
+        fetches: tuple[Sequence[float], Sequence[float]],
+        residents: _Residents,
+        read: _Read,
+    ) -> _Pair:
+        """Return the pair with the least maximum of both times, beside these reads."""
         surcharge = problem.cpu_first if self.pipelined else 0.0
         slower = problem.cpu_slowdown - 1.0 if self.pipelined else 0.0
-        last = len(held_left) - 1
-        left = added(cpu_absent)
-        best, best_seconds = (0, last, 0.0, left + spilled[last] + surcharge), float("inf")
-        spill = 0
-        for fetch, total in enumerate(gpu_fetched):
+        link, (_, held_left, floor, spilled) = problem.link, residents
+        last, left, spill = len(spilled) - 1, added(cpu_absent), 0
+        best, least = None, float("inf")
+        for fetch in range(min(len(fetches[0]), problem.max_fetches - read.fetch + 1)):
             if fetch:
                 left -= cpu_absent[fetch - 1]
             if fetch == len(cpu_absent):
                 left = 0.0
+            total = fetches[0][fetch] + read.gpu_seconds
+            arrival = read.copied(problem, link, fetch, fetches[1][fetch])
             while True:
-                gpu = max(max(held_left[spill], floor[spill]) + total, arrival[fetch])
-                on_cpu = spill or fetch < len(cpu_absent)
+                gpu = max(max(held_left[spill], floor[spill]) + total, arrival)
+                on_cpu = spill or fetch < len(cpu_absent) or read.is_cpus
                 cpu = left + spilled[spill] + surcharge if on_cpu else 0.0
-                cpu += slower * min(cpu, problem.link_busy + fetch * problem.link)
+                cpu += slower * min(cpu, problem.link_busy + (fetch + read.fetch) * link)
+                cpu = max(cpu + read.cpu_seconds, read.cpu_done)
                 seconds = gpu if gpu > cpu else cpu
-                if seconds < best_seconds:
-                    best, best_seconds = (fetch, spill, gpu, cpu), seconds
+                if seconds < least:
+                    best, least = _Pair(fetch, read.fetch, spill, gpu, cpu), seconds
                 if cpu >= gpu or spill == last:
                     break
                 spill += 1
             if spill:
                 spill -= 1
-            if gpu_fetched[fetch] >= best_seconds or arrival[fetch] >= best_seconds:
+            if total >= least or arrival >= least:
                 break
+        assert best is not None
         return best
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tandem.policy.assignment.problem import LayerProblem, Split, added
+from tandem.policy.reads import IN_SLOT
 
 
 class Published(NamedTuple):
@@ -22,12 +23,12 @@ class Published(NamedTuple):
     absent: list[int]  # misses that may be fetched
     under_way: list[int]  # misses whose copy has not ended: the CPU's
     in_memory: list[int]  # of these, what the CPU can compute at once
-    coming: list[int]  # misses that are read from a disk first, in the order of their reads
+    coming: list[int]  # misses that pass through memory, in the order in which a disk reads them
 
     @classmethod
     def of(cls, problem: LayerProblem) -> "Published":
         """Return a problem's layer as the device sees it."""
-        held, reads = 0.0, problem.reads
+        held, places = 0.0, problem.places
         absent, under_way = list[int](), list[int]()
         in_memory, coming = list[int](), list[int]()
         for i, wait in enumerate(problem.wait):
@@ -36,7 +37,7 @@ class Published(NamedTuple):
                 continue
             if wait > 0.0:
                 under_way.append(i)
-            if reads and reads[i] >= 0.0:
+            if places and places[i] != IN_SLOT:
                 coming.append(i)
             else:
                 (in_memory if wait > 0.0 else absent).append(i)
@@ -53,8 +54,12 @@ class Published(NamedTuple):
 
 def with_reads(problem: LayerProblem, layer: Published, cpu: float) -> float:
     """Return when the CPU has also computed what is read; the rest ends at `cpu` seconds."""
+    end = 0.0
     for i in layer.coming:
-        cpu = max(cpu, problem.reads[i]) + problem.cpu[i]
+        if problem.is_on_disk(i):
+            end += problem.read
+            cpu = max(cpu, end)
+        cpu += problem.cpu[i]
     return cpu
 
 

@@ -3,11 +3,14 @@
 There are two cost models. `equation_seconds` is DALI's program (equations 3 to 9): each processor's
 time is a sum, and a fetched expert takes max(transfer, computation). `pipeline_seconds` is what an
 executor does: copies run one after another beside the GPU's computation, the first expert on the
-CPU costs a surcharge, and CPU and link slow each other down.
+CPU costs a surcharge, and CPU and link slow each other down. What memory lacks is read from a disk,
+one expert after another, first for the CPU, which computes all others meanwhile, then for copies.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
+
+from tandem.policy.reads import ON_DISK
 
 
 class LayerProblem(NamedTuple):
@@ -27,9 +30,13 @@ class LayerProblem(NamedTuple):
     cpu_slowdown: float = 1.0  # factor on CPU seconds while the link is busy
     link_slowdown: float = 1.0  # factor in `link`, which a CPU without experts would not cost
     copy_wake: float = 0.0  # of the copying thread, ahead of a fetch in one graph and behind it
-    reads: Sequence[float] = ()
-    """Of misses over a disk, by expert: seconds until it is in memory, and the CPU's; negative: it
-    may be fetched from there. Empty: all may."""
+    read: float = 0.0  # seconds to read one expert from a disk
+    places: Sequence[int] = ()
+    """Where memory over a disk has each expert (`tandem.policy.reads`). Empty: memory has all."""
+
+    def is_on_disk(self, i: int) -> bool:
+        """Tell whether the expert at a position must be read before CPU or link can have it."""
+        return bool(self.places) and self.places[i] == ON_DISK
 
 
 class Split(NamedTuple):
@@ -65,6 +72,24 @@ def added(seconds: Iterable[float]) -> float:
     for one in seconds:
         total += one
     return total
+
+
+def computed_as_read(problem: LayerProblem, on_cpu: Iterable[int]) -> tuple[float, float]:
+    """Return the CPU's seconds for experts at these positions that a disk reads first, in order.
+
+    Also when it is done with them if it has nothing else to do.
+    """
+    total = done = end = 0.0
+    for i in on_cpu:
+        end += problem.read
+        total += problem.cpu[i]
+        done = (end if end > done else done) + problem.cpu[i]
+    return total, done
+
+
+def longest_first(problem: LayerProblem, on_cpu: Iterable[int]) -> list[int]:
+    """Return positions in the order in which the disk reads these experts for the CPU."""
+    return sorted(on_cpu, key=lambda i: -problem.cpu[i])
 
 
 def equation_gpu(problem: LayerProblem) -> list[float]:
@@ -104,17 +129,23 @@ def pipeline_seconds(
     on_gpu, fetched, on_cpu = by_processor(problem, fetch, spill)
     wait, gpu = problem.wait, problem.gpu
     link = problem.link if on_cpu else problem.link / problem.link_slowdown
+    coming = longest_first(problem, filter(problem.is_on_disk, on_cpu))
     done = sum(gpu[i] for i in on_gpu if wait[i] == 0)
     for i in sorted((i for i in on_gpu if wait[i] > 0), key=wait.__getitem__):
         done = max(done, wait[i]) + gpu[i]
-    arrival = problem.link_busy
+    copied, read = problem.link_busy, len(coming) * problem.read
     for i in fetched:
-        arrival += link
-        done = max(done, arrival) + gpu[i]
+        if problem.is_on_disk(i):
+            read += problem.read
+            copied = max(copied, read)
+        copied += link
+        done = max(done, copied) + gpu[i]
     if not on_cpu:
         return done, 0.0
-    cpu = problem.cpu_first + sum(problem.cpu[i] for i in on_cpu)
-    return done, cpu + (problem.cpu_slowdown - 1.0) * min(cpu, arrival)
+    cpu = problem.cpu_first + sum(problem.cpu[i] for i in on_cpu if i not in coming)
+    cpu += (problem.cpu_slowdown - 1.0) * min(cpu, problem.link_busy + len(fetched) * link)
+    as_read, alone = computed_as_read(problem, coming)
+    return done, max(cpu + as_read, alone)
 
 
 def priced(
@@ -128,8 +159,12 @@ def priced(
 def all_on_cpu(problem: LayerProblem, *, pipelined: bool) -> Split:
     """Return the split that leaves everything to the CPU."""
     resident = [e for e, wait in zip(problem.experts, problem.wait, strict=True) if wait >= 0]
-    cpu = added(problem.cpu) + (problem.cpu_first if pipelined else 0.0)
-    return Split((), resident, 0.0, cpu)
+    everyone = range(len(problem.experts))
+    coming = longest_first(problem, filter(problem.is_on_disk, everyone))
+    cpu = added(problem.cpu[i] for i in everyone if i not in coming)
+    cpu += problem.cpu_first if pipelined else 0.0
+    as_read, alone = computed_as_read(problem, coming)
+    return Split((), resident, 0.0, max(cpu + as_read, alone))
 
 
 def limit_fetches(problem: LayerProblem, on_gpu: Sequence[int]) -> tuple[list[int], list[int]]:

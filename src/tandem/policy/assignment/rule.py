@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from tandem.policy.assignment.problem import Assignment, LayerProblem, Split, added, all_on_cpu
+from tandem.policy.assignment.problem import Assignment, LayerProblem, Split, all_on_cpu
 from tandem.policy.cost import CostTable
 from tandem.policy.plan import ONCE, TWICE
 
@@ -43,9 +43,9 @@ class Rule:
         """Return which processor computes each expert."""
         split = self.assignment.assign(problem)
         if self.never_worse_than_cpu:
-            surcharge = problem.cpu_first if self.assignment.pipelined else 0.0
-            if added(problem.cpu) + surcharge < split.seconds:
-                return all_on_cpu(problem, pipelined=self.assignment.pipelined)
+            alone = all_on_cpu(problem, pipelined=self.assignment.pipelined)
+            if alone.seconds < split.seconds:
+                return alone
         return split
 
     def split_residents(self, experts: Sequence[int], problem: Callable[[], LayerProblem]) -> Split:
