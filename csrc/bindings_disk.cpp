@@ -174,23 +174,27 @@ void bind_disk(nb::module_& m) {
       .def("let_go", &HeldExpert::let_go);
   nb::class_<HostSlots>(m, "HostSlots")
       .def("__init__", &init_slots, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
-      .def("hold",
-           [](HostSlots& self, std::int32_t layer, std::int32_t expert) {
-             return std::move(*hold(self, layer, expert, true));
-           },
-           nb::keep_alive<0, 1>())
-      .def("try_hold",
-           [](HostSlots& self, std::int32_t layer, std::int32_t expert) {
-             return hold(self, layer, expert, false);
-           },
-           nb::keep_alive<0, 1>())
-      .def("take_back",
-           [](HostSlots& self, std::int32_t layer, std::int32_t expert) -> std::optional<HeldExpert> {
-             require(self.has_expert(layer, expert), "an expert of these slots");
-             HeldExpert held(self, self.take_back(layer, expert));
-             return held ? std::optional(std::move(held)) : std::nullopt;
-           },
-           nb::keep_alive<0, 1>())
+      .def(
+          "hold",
+          [](HostSlots& self, std::int32_t layer, std::int32_t expert) {
+            return std::move(*hold(self, layer, expert, true));
+          },
+          nb::keep_alive<0, 1>())
+      .def(
+          "try_hold",
+          [](HostSlots& self, std::int32_t layer, std::int32_t expert) {
+            return hold(self, layer, expert, false);
+          },
+          nb::keep_alive<0, 1>())
+      .def(
+          "take_back",
+          [](HostSlots& self, std::int32_t layer,
+             std::int32_t expert) -> std::optional<HeldExpert> {
+            require(self.has_expert(layer, expert), "an expert of these slots");
+            HeldExpert held(self, self.take_back(layer, expert));
+            return held ? std::optional(std::move(held)) : std::nullopt;
+          },
+          nb::keep_alive<0, 1>())
       .def("note_on_device",
            [](HostSlots& self, const nb::bytes& states) {
              require(self.takes_states(states.size()), "a state for each expert");
