@@ -146,8 +146,9 @@ class ShadowGpu:
         pinned = self.pinned_at(address)
         if pinned is not None:
             return pinned
-        for memory in list(self._memories.values()):
-            if memory.start <= address < memory.start + memory.num_bytes:
+        for reference in self._memories.valuerefs():  # a copy, while other threads take memory
+            memory = reference()
+            if memory is not None and memory.start <= address < memory.start + memory.num_bytes:
                 return memory
         return None
 
