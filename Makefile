@@ -32,7 +32,7 @@ PYTEST := $(MALLOC) $(BIN)/pytest $(SHARED_OUT) $(if $(ISA),--isa $(ISA))
 # that follow.
 WHEEL_PYTHONS ?= $(PYTHON)
 
-.PHONY: clang-kernels release release-files lock test-fast test-figures test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-disk try-hostile try-readme
+.PHONY: clang-kernels release release-files lock test-fast test-figures test-slow test-all-isas fuzz-files wheel check-wheel check-clang check-commits check-format check-threads check-arm test-gpu bench-gpu demo-cut dry-gpu gpu-coverage run test setup check lint types floors unit seam-oldest seam-newest docs docs-models docs-modules docs-datapoints docs-forecast api-docs sanitize fix size clean try-clients try-debian try-disk try-hostile try-readme
 
 run: $(VENV)/runtime.stamp  ## Answer PROMPT with MODEL (default: the demo model, built on first use)
 	@$(BIN)/tandem run $(MODEL) -p "$(PROMPT)" --max-new-tokens 100
@@ -133,6 +133,9 @@ release-files:  ## Wheels, source distribution, SBOM and checksums of VERSION in
 
 try-readme:  ## README's "Install, and run" as it stands, with PYTHON, in a new clone and a new home: minutes
 	@wheels/try_readme.sh $(PYTHON)
+
+try-debian:  ## The same in Debian 12 and 13 with nothing else, made by debootstrap; needs root: minutes
+	@wheels/debian.sh bookworm trixie
 
 check-clang:  ## All of csrc by the wheels' compiler, which is Clang: syntax and types
 	@wheels/clang.sh $(PYTHON)
