@@ -9,7 +9,7 @@ WITHOUT_MEMORY = {
     "HeldExpert.keep", "HeldExpert.let_go", "HeldExpert.wait", "HostSlots.counts",
     "HostSlots.expect",
     "HostSlots.fail", "HostSlots.fill", "HostSlots.hold", "HostSlots.is_direct",
-    "HostSlots.note_on_device", "HostSlots.pin", "HostSlots.read_buffered",
+    "HostSlots.note_on_device", "HostSlots.pin", "HostSlots.places", "HostSlots.read_buffered",
     "HostSlots.require_here", "HostSlots.resident",
     "HostSlots.take_back", "HostSlots.try_hold",
     "HostSlots.use_share",
