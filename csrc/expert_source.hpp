@@ -64,7 +64,7 @@ class ExpertSource {
   virtual void wait_for(ExpertHold& hold) = 0;
   virtual void let_go(const ExpertHold& hold) noexcept = 0;
 
-  // Room for an expert that leaves a device, if it is worth keeping: none of its bytes have come.
+  // Room for an expert that leaves a device, if the eviction would keep it: none of its bytes have come.
   // `keep` takes it once they have; what is only let go of is forgotten.
   virtual ExpertHold take_back(std::int32_t layer, std::int32_t expert) = 0;
   virtual void keep(const ExpertHold& hold) noexcept = 0;

@@ -5,7 +5,7 @@ four layers form one (`benchmarks.policy.routings.merged`), and layers are repea
 tokens until there are enough. Synthetic: popularity and co-activation of Qwen3-30B-A3B's experts
 over 75,773 tokens (data/traces), with a preference for recently used ones such that LRU has the hit
 rate that others report for that model: two thirds with 13 % of the experts in memory. A model with
-fewer experts gets the first ones of these; nobody reports its hit rate.
+fewer experts gets the first ones of these; its hit rate is in no report.
 """
 
 import gzip

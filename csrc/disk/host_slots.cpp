@@ -1,7 +1,6 @@
 #include "disk/host_slots.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
 #include <utility>
 
@@ -308,106 +307,6 @@ void HostSlots::order_ahead() {
   scores.resize(layers_[next].num_experts);
   ahead_ = prompt_reads(on_device_.data() + next * resident_.num_experts, scores);
   std::reverse(ahead_.begin(), ahead_.end());
-}
-
-void HostSlots::release_handed_out() {
-  for (Wanted& one : wanted_) {
-    if (!one.is_handed_out || one.is_done) continue;
-    one.is_done = true;
-    if (!is_resident(*one.slot)) leave(*one.slot);
-    one.slot = nullptr;
-  }
-}
-
-// Hands out what has come. Returns whether all has been.
-bool HostSlots::hand_out() {
-  arrived_.clear();
-  bool is_all = true;
-  for (std::size_t i = 0; i < wanted_.size(); ++i) {
-    Wanted& one = wanted_[i];
-    if (one.is_done || one.is_handed_out) continue;
-    is_all = false;
-    if (one.slot == nullptr || !one.slot->read.has_ended()) continue;
-    if (one.slot->read.state == DiskRead::State::kFailed) {
-      require_read(*one.slot, layer_, one.is_asked);
-      continue;
-    }
-    one.is_handed_out = true;
-    arrived_.push_back(
-        {static_cast<std::int64_t>(i), one.slot->read.data(), is_resident(*one.slot)});
-  }
-  return is_all;
-}
-
-std::span<const HostSlots::Arrived> HostSlots::there() {
-  const std::lock_guard lock(mutex_);
-  release_handed_out();
-  use_transit_slots();
-  hand_out();
-  return arrived_;
-}
-
-std::span<const HostSlots::Arrived> HostSlots::next() {
-  std::unique_lock lock(mutex_);
-  release_handed_out();
-  const Moment last = end_of(use_patience_ > 0.0 ? use_patience_ : patience_);
-  while (true) {
-    use_transit_slots();
-    const std::uint32_t seen = readers_.ended();
-    if (hand_out() || !arrived_.empty()) return arrived_;
-    learn();
-    lock.unlock();
-    if (!arrives(seen, last)) {
-      if (use_patience_ > 0.0) throw DiskSlow(layers_[layer_].path + " gave an expert too late");
-      give_up(layer_);
-    }
-    lock.lock();
-  }
-}
-
-HostSlots::Moment HostSlots::end_of(double patience) const {
-  const std::chrono::duration<double> seconds(patience);
-  return std::chrono::steady_clock::now() +
-         std::chrono::duration_cast<std::chrono::steady_clock::duration>(seconds);
-}
-
-// Waits until a read has ended since `seen`; false: none has by then.
-bool HostSlots::arrives(std::uint32_t seen, Moment last) {
-  const Moment begin = std::chrono::steady_clock::now();
-  const std::chrono::duration<double> left = last - begin;
-  const bool has_come = left.count() > 0.0 && readers_.wait(seen, left.count());
-  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
-  const std::lock_guard lock(mutex_);
-  counts_.waited_seconds += waited.count();
-  return has_come;
-}
-
-void HostSlots::give_up(std::int32_t layer) const {
-  throw DiskError(layers_[layer].path + " gave no expert for " +
-                  std::to_string(static_cast<std::int64_t>(patience_)) +
-                  " seconds; check the disk, and ask again");
-}
-
-// Of a failed read: an error if the one who waits has asked for it. One that was ahead, or of a request
-// that failed before, is asked for again.
-void HostSlots::require_read(Slot& slot, std::int32_t layer, bool& is_asked) {
-  if (is_asked) throw DiskError(slot.read.why());
-  is_asked = true;
-  read_into(slot, layer, slot.expert, Cause::kDemand);
-}
-
-void HostSlots::end() noexcept {
-  const std::lock_guard lock(mutex_);
-  release_handed_out();
-  // After an error: a slot that is still being read into is free once the read has ended.
-  for (Wanted& one : wanted_) {
-    if (one.slot != nullptr && !is_resident(*one.slot) && one.slot->read.has_ended())
-      leave(*one.slot);
-  }
-  wanted_.clear();
-  learn();
-  settle(layer_);
-  resize(layer_);
 }
 
 }  // namespace tandem

@@ -87,7 +87,7 @@ def _unique(pairs: list[tuple[str, object]]) -> JsonObject:
 
 
 def _require_sane(content: object) -> None:
-    """Refuse nesting that is too deep, and texts with lone surrogates; walks level by level."""
+    """Refuse nesting that is too deep, and texts with unpaired surrogates; walks level by level."""
     level: list[object] = [content]
     for _ in range(_DEEPEST + 1):
         inner: list[object] = []

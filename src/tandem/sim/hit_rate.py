@@ -70,7 +70,7 @@ class DemandCache:
         return self._residency.slot_of[layer * self._num_experts + expert] != NOWHERE
 
     def admit(self, load: LayerLoad, absent: Sequence[int]) -> list[tuple[int, int]]:
-        """Give slots to absent keys of a load's layer, if they are worth it; returns the
+        """Give slots to absent keys of a load's layer that the policy admits; returns the
         changes.
         """
         residency, eviction = self._residency, self._eviction

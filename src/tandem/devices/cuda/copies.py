@@ -295,7 +295,7 @@ class CudaCopyEngine:
             slots.land(job.copy.slot, job.generation)
 
     def _taken_back(self, key: int) -> HeldExpert | None:
-        """Return room in host memory for an expert that leaves its slot, if it is worth keeping."""
+        """Return host memory for an expert that leaves its slot, if the eviction keeps it."""
         if key == NOTHING:
             return None
         layer, expert = self._geometry.expert_id(key)
