@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.disk.routing import TRACES, forced_trace
 from benchmarks.gpu.cells import Cell, cells
 from benchmarks.gpu.measure import Result, Work, measure
 from benchmarks.gpu.systems import BASELINES, SimulatedConfig
@@ -29,11 +30,10 @@ from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.hf.assembly import assemble
 from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
-from tandem.trace import read_trace
 
-TRACES = Path(__file__).parents[2] / "data" / "traces"
 BAR_CHARACTERS = 40
 LINK_BYTES = 256 << 20
+FORCED_TOKENS = 8192  # of a synthetic routing, which begins anew behind them
 
 
 def main() -> int:
@@ -69,7 +69,7 @@ def main() -> int:
         _print(cell, result)
     document = {
         "shape": options.shape, "layers": options.layers, "device": _device_name(),
-        "routing": "trace" if _trace_path(options) else "random model",
+        "routing": options.routing,
         "gpu_memory_peak_bytes": _peak_bytes(), **link, "seconds": time.perf_counter() - begin,
         "cells": _with_shares_of_bound(rows),
     }  # fmt: skip
@@ -97,8 +97,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=440, help="begin no cell after this")
     parser.add_argument(
-        "--real-routing", action="store_true",
-        help="replay the shape's trace, if there is one",
+        "--routing", default="own", metavar="own|recorded|synthetic|FILE",
+        help="the random routers' (default), the shape's trace, as of `benchmarks.disk.routing`",
     )  # fmt: skip
     parser.add_argument("--device", default="cuda", choices=["cuda", "emulated"])
     parser.add_argument("--cache-dir", help="where profiles are kept")
@@ -148,22 +148,16 @@ def _measure(model: Any, cell: Cell, options: argparse.Namespace) -> Result:
         executor.resize_now(num_slots, every)
     else:
         executor.resize_now(num_slots)
-    path = _trace_path(options) if cell.share < 1.0 else None
-    if path is not None:
-        trace = read_trace(path)
-        if trace.meta.n_moe_layers == geometry.num_layers:
-            runtime.use(ForcedRouting(executor, trace))
+    if cell.share < 1.0 and options.routing != "own":
+        of_shape = str(TRACES / f"{options.shape}.npz")
+        name = of_shape if options.routing == "recorded" else options.routing
+        sizes = geometry.num_layers, geometry.num_experts, FORCED_TOKENS, geometry.top_k
+        runtime.use(ForcedRouting(executor, forced_trace(name, *sizes)))
     try:
         work = Work(options.prompt_tokens, options.new_tokens, cell.batch)
         return measure(model, executor, work)
     finally:
         runtime.use(executor)
-
-
-def _trace_path(options: argparse.Namespace) -> Path | None:
-    path = TRACES / f"{options.shape}.npz"
-    is_there = options.real_routing and path.is_file()
-    return path if is_there and options.layers is None else None
 
 
 def _cell_keys(cell: Cell) -> dict[str, Any]:

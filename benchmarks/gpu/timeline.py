@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from benchmarks.gpu.__main__ import _build
 from benchmarks.gpu.cells import Cell
-from benchmarks.gpu.measure import WARM_STEPS, _decode, _timed
+from benchmarks.gpu.measure import WARM_STEPS, _decode, _timed, warm_prompts
 from benchmarks.gpu.systems import TANDEM
 
 from tandem.bench.model_shapes import MODEL_SHAPES, find_shape
@@ -84,11 +84,14 @@ def _profile(model: Any, name: str, batch: int, options: argparse.Namespace) -> 
         model, batch, capacity=length + 256, has_replay=torch.cuda.is_available()
     )
     print(f"== {name}", flush=True)
+    warm_prompts(pool, prompts[0])
     for number, each in enumerate(prompts):
         _forget(pool)
         filled = dict(enumerate(each))
         if number == 0:
             pool.prefill(filled)
+            for step in pool.prompt_steps:
+                print(f"captured: {step.replayed.is_replaying} {step.replayed.why_not}")
         elif number == 1:
             seconds = _timed(partial(pool.prefill, filled))
             print(f"prompt: {seconds * 1e3:.1f} ms, {batch * length / seconds:.0f} tok/s")
@@ -140,7 +143,7 @@ def _kernels(work: Callable[[], object], steps: int, path: Path) -> None:
     ordered = sorted(totals.items(), key=lambda each: -each[1][1])
     for name, (count, microseconds) in ordered[:MOST_ROWS]:
         print(f"  {microseconds / steps:9.1f} us {count / steps:7.1f} x  {name[:110]}")
-    profile.export_chrome_trace(f"{path}.json.gz")
+    profile.export_chrome_trace(f"{path}.json.gz".replace("%", ""))
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

@@ -60,7 +60,7 @@ def require_alike(model: Any, num_tokens: int) -> None:
     expected, found = written(plain, lines, 1), written(pool, lines, 4)
     for slot in lines:
         close(found[slot], expected[slot])
-    assert any(step.replayed.is_replaying for step in pool._steps.values())
+    assert any(step.replayed.is_replaying for step in pool._steps.by_size.values())
     pool.copy(2, 1, len(pool.held(2)))  # some of whose tokens must be repeated
     close(pool.decode({1: 44}), plain.decode({2: 44}))
     close(pool.prefill({0: [60, 61, 62]}), plain.prefill({0: [60, 61, 62]}))
@@ -87,7 +87,7 @@ def test_so_they_are_by_the_kernels_with_one_graph_for_each_size(find_kernels: A
     pool = CudaSlotPool(model, 1, make_capture=TwinCapture, find_kernels=find_kernels)
     line = {0: [40, 41, 42, 43, 44, 45]}
     close(written(pool, line, 2)[0], written(CudaSlotPool(model, 1), line, 1)[0])
-    sizes = [key[0] for key in pool._steps]
+    sizes = [key[0] for key in pool._steps.by_size]
     assert len(sizes) == len(set(sizes)) > 1
     assert set(sizes) <= {1, 2}
 

@@ -165,7 +165,11 @@ def test_slots_are_stepped_in_any_company(any_model: Any) -> None:
         assert events[-1].num_expert_rows == len(batch) * top_k  # padding tokens choose no expert
         for slot, ours in zip(batch, logits, strict=True):
             close(ours[None], alone[slot].decode({0: 40 + (turn + slot) % 50}))
-    assert {key[0] for key, step in pool._steps.items() if step.replayed.is_replaying} == {1, 2, 4}
+    assert {key[0] for key, step in pool._steps.by_size.items() if step.replayed.is_replaying} == {
+        1,
+        2,
+        4,
+    }
     assert all(list(pool.held(slot)[: len(text)]) == text for slot, text in texts.items())
 
 
@@ -196,7 +200,7 @@ def test_requests_are_answered_alike_on_both_pools(
     monkeypatch.setattr(generator, "slot_pool", lambda num_slots: pool)
     assert scheduled_answers(generator, prompts, chunk_tokens=40) == expected
     assert expected[1] > 0
-    assert any(step.replayed.is_replaying for step in pool._steps.values())
+    assert any(step.replayed.is_replaying for step in pool._steps.by_size.values())
 
 
 def test_all_logits_of_a_prompt_end_with_those_of_its_last_token(models: dict[str, Any]) -> None:

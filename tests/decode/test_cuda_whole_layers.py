@@ -88,7 +88,7 @@ def test_a_model_that_fits_the_device_is_captured_whole(
         num_layers = len(runtime.store)
         assert [event.layer for event in events] == [*range(num_layers)] * 2  # a step late
         rows.continue_with([[40, 41, 42, 43]] * 2)
-        rows.pool._report()
+        rows.pool._steps.report()
         assert [event.layer for event in events] == [*range(num_layers)] * 3
         for event in events:
             assert event.plan is not None

@@ -51,7 +51,7 @@ def recorded(model: Any, find_kernels: Any) -> tuple[CudaSlotPool, RecordedGraph
     pool.prefill({0: PROMPTS[0]})
     pool.cache.begin_decode({0: 1}, 1)
     with torch.inference_mode():
-        run: Any = pool._recorded(1)
+        run: Any = pool._steps.recorded(1)
     return pool, run.__self__
 
 
@@ -183,7 +183,7 @@ def test_packed_projections_of_one_input_are_one_launch(tmp_path: Path, find_ker
     pack_for_device(model, find_format("int8"), on_device(torch.device("cpu")))
     pool, graph = recorded(model, find_kernels)
     with torch.inference_mode():
-        torch.testing.assert_close(graph.run(), pool._run(1), rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(graph.run(), pool._steps.compute(1), rtol=2e-4, atol=2e-4)
     (layer, *_) = layers_of(graph.operations)
     assert [operation.name for operation in layer].count("packed_linear") == 2  # and the output's
     assert sum(map(launches_of, layer)) <= MOST_LAUNCHES - 2

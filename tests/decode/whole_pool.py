@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from tandem.decode.cpu_slots import CpuSlotPool
-from tandem.decode.cuda.slots import CudaSlotPool, MakeCapture, new_cuda_slot_pool
+from tandem.decode.cuda.slots import CudaSlotPool, new_cuda_slot_pool
+from tandem.decode.cuda.steps import MakeCapture
 from tandem.decode.padded import PaddedBatch
 from tandem.decode.slots import num_shared
 from tandem.kernels.dense import CpuThreads

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tandem.core.errors import ExecutionError
+from tandem.decode.cuda.graphs import CapturedStep
 from tandem.decode.cuda.slots import new_cuda_slot_pool
 from tandem.devices.cuda.driver import DRIVER_LIBRARY
 from tandem.devices.cuda.handed_steps import HandedSteps
@@ -112,7 +113,7 @@ def test_a_lost_step_is_a_sentence_and_the_next_is_right(
         assert divergence <= 1e-3
 
 
-def test_a_tokens_step_is_one_launch_of_the_host(pair: tuple[Any, Any]) -> None:
+def test_the_host_launches_a_tokens_graphs_and_no_more(pair: tuple[Any, Any]) -> None:
     pool, steps = new_cuda_slot_pool(pair[1], 1), 5
     pool.prefill({0: [40, 41, 42]})
     for step in range(8):
@@ -122,7 +123,10 @@ def test_a_tokens_step_is_one_launch_of_the_host(pair: tuple[Any, Any]) -> None:
         for step in range(steps):
             pool.decode({0: 60 + step})
     counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts.get("cudaGraphLaunch", 0) == steps
+    recording = pool.step.recording
+    assert isinstance(recording, CapturedStep)
+    assert counts.get("cudaGraphLaunch", 0) == steps * recording.num_graphs
+    assert recording.num_segments == 1
 
 
 def test_generate_gives_text(pair: tuple[Any, Any]) -> None:

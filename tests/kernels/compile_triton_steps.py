@@ -39,8 +39,10 @@ from tandem.triton_kernels import (
     hyper_connections,
     index_keys,
     operations,
+    prompt_attention,
     recurrent,
     small,
+    sorting,
     windows,
 )
 from tandem.triton_kernels.decode_attention import DecodeAttention
@@ -55,6 +57,8 @@ from tests.kernels.compile_triton import (
 
 KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
+    (prompt_attention, ("attend_tokens",)),
+    (sorting, ("count_rows", "sort_rows")),
     (windows, ("store_in_window", "attend_window_parts")),
     (
         index_keys,
@@ -127,6 +131,10 @@ def attend(case: tuple[Any, ...], capability: int) -> None:
         form, where, *places, query, sinks, kind, has_values=not is_latent,
         prompt_lengths=places[0] if form.keeps_prompt else None, bias=bias,
     )  # fmt: skip
+    if bias is None:
+        kernels.attend(
+            form, where, *places, query, sinks, kind, has_values=not is_latent, is_prompt=True
+        )
 
 
 def attend_in_windows(case: tuple[Any, ...], capability: int) -> None:
@@ -171,6 +179,7 @@ def do_small(hidden_size: int, head_dim: int, num_experts: int, top_k: int) -> N
     operations.rotate_two(heads, fewer, table, table, 1)
     operations.rotate_pairs(heads, *[table[..., : head_dim // 4]] * 2, 1)
     operations.choose(logits, top_k, 1.0, True, torch.float32)
+    sorting.sorted_by_expert(torch.zeros(32, top_k).long(), torch.zeros(num_experts).long())
 
 
 # As Qwen3.6, Kimi-Linear, Nemotron-H, Jamba and MiniMax have them; the widest keys there are.

@@ -89,21 +89,13 @@ def store_token(
 
 
 @triton.jit
-def _queries(
-    query: tensor,
-    head: tensor,
-    is_head: tensor,
-    head_stride: tensor,
-    key_dim: constexpr,
-    block_dim: constexpr,
-) -> tensor:
-    """Return some heads' queries, split along their dimensions: a tuple of (heads, block_dim)."""
+def _queries(lines: tensor, is_line: tensor, key_dim: constexpr, block_dim: constexpr) -> tensor:
+    """Return the queries at some pointers, split along their dimensions: (lines, block_dim)."""
     found = ()
     for piece in tl.static_range((key_dim + block_dim - 1) // block_dim):
         dim = piece * block_dim + tl.arange(0, block_dim)
-        mask = is_head[:, None] & (dim < key_dim)[None, :]
-        at = query + head[:, None] * head_stride + dim[None, :]
-        found = found + (tl.load(at, mask=mask, other=0.0),)
+        mask = is_line[:, None] & (dim < key_dim)[None, :]
+        found = found + (tl.load(lines[:, None] + dim[None, :], mask=mask, other=0.0),)
     return found
 
 
@@ -193,13 +185,15 @@ def _bias(
 def _weights(scores: tensor, is_seen: tensor, largest: tensor, softcap: constexpr) -> tensor:
     """Return exponentials of scores, the factor for earlier ones, and the largest score so far.
 
-    With a softcap scores are softcap * tanh(score / softcap).
+    `is_seen` is broadcast to the scores. With a softcap they are softcap * tanh(score / softcap).
     """
     if softcap > 0:
         scores = softcap * (1 - 2 / (tl.exp(scores * (2 / softcap)) + 1))
-    scores = tl.where(is_seen[None, :], scores, float("-inf"))
+    scores = tl.where(is_seen, scores, float("-inf"))
     now = tl.maximum(largest, tl.reduce(scores, 1, tl.standard._elementwise_max))
-    return tl.exp(scores - now[:, None]), tl.exp(largest - now), now
+    # A row that has seen nothing so far has no largest score to subtract.
+    base = tl.where(now == float("-inf"), 0.0, now)
+    return tl.exp(scores - base[:, None]), tl.exp(largest - base), now
 
 
 @triton.jit(do_not_specialize=_QUERY_STRIDES)
@@ -235,9 +229,8 @@ def attend_parts(
     begin, end, first, skipped = _bounds(position, prompt, window, chunk, num_parts, block_keys)
     base = (tl.load(slots + token) * num_kv_heads + kv_head) * tl.load(where + 4)
     keys, values = _pointer(tl.load(where), kind), _pointer(tl.load(where + 1), kind)
-    queries = _queries(
-        query + token * query_stride, head, is_head, query_head_stride, key_dim, block_dim
-    )
+    lines = query + token * query_stride + head * query_head_stride
+    queries = _queries(lines, is_head, key_dim, block_dim)
     largest = tl.full((block_heads,), float("-inf"), dtype=tl.float32)
     total = tl.full((block_heads,), 0.0, dtype=tl.float32)
     out = tl.full((block_heads, value_width), 0.0, dtype=tl.float32)
@@ -254,7 +247,7 @@ def attend_parts(
             of_heads = states + token * state_stride + head * state_head_stride
             distance = tl.maximum(position - place, 0)
             scores += _bias(of_heads, profiles, is_head, distance, bias_dim, extent)
-        weights, fade, largest = _weights(scores, is_seen, largest, softcap)
+        weights, fade, largest = _weights(scores, is_seen[None, :], largest, softcap)
         total = total * fade + tl.reduce(weights, 1, tl.standard._sum_combine)
         weights *= _line_scales(where + 3, line, is_seen, 1.0, kind)[None, :]
         mask = is_seen[:, None] & (dim < value_dim)[None, :]

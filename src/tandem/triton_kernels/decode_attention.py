@@ -3,11 +3,13 @@
 A step's launches depend on its shapes alone, not on the lengths of texts or the addresses of keys.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tandem.kernels.attention import AttentionForm, DistanceBias
-from tandem.triton_kernels import attention, windows
+from tandem.triton_kernels import attention, prompt_attention, windows
 from tandem.triton_kernels.selected_keys import select_keys, select_prompt_keys
 
 _BLOCK_HEADS = 16  # the fewest rows of a matrix unit
@@ -15,6 +17,9 @@ _MOST_PARTS = 64
 # Programs of a launch for each of the GPU's processors, where one sequence has too few heads.
 _PROGRAMS_EACH = 2
 _JOINED_COLS = 64
+_PROMPT_ROWS, _PROMPT_WARPS = 64, 8  # of a program that has several tokens
+# Each part of a prompt's keys is written once more, and read.
+_MOST_PROMPT_PARTS = 4
 # Elements of fp32 that a program holds of its result and of a block's values.
 _MOST_ELEMENTS = 128 * 64
 _SMALL_WIDTH = 256  # dimensions of values in small tiles
@@ -42,6 +47,7 @@ def _append_and_attend(
     states: Tensor | None = None,
     profiles: Tensor | None = None,
     chunk: int = 0,
+    is_prompt: bool = False,
 ) -> Tensor:
     """Compute `__call__` as one torch operation; writes memory that `where` points to."""
     form = AttentionForm(
@@ -55,7 +61,7 @@ def _append_and_attend(
     has_values = value.shape[2] > 0
     return kernels.attend(
         form, where, slots, positions, query, sinks, kind, has_values=has_values,
-        prompt_lengths=prompt_lengths, bias=bias,
+        prompt_lengths=prompt_lengths, bias=bias, is_prompt=is_prompt,
     )  # fmt: skip
 
 
@@ -124,12 +130,14 @@ class DecodeAttention:
         kind: str,
         prompt_lengths: Tensor | None = None,
         bias: DistanceBias | None = None,
+        is_prompt: bool = False,
     ) -> Tensor:
         """Append tokens to their slots and attend; see `store` and `attend`."""
         result: Tensor = _append_and_attend(
             where, slots, positions, query, key, value, sinks, kind, form.value_dim, form.scale,
             form.softcap, form.window, self._num_processors, self._has_small_tiles,
             prompt_lengths if form.keeps_prompt else None, *(bias or (None, None)), form.chunk,
+            is_prompt,
         )  # fmt: skip
         return result
 
@@ -228,32 +236,63 @@ class DecodeAttention:
         has_values: bool = True,
         prompt_lengths: Tensor | None = None,
         bias: DistanceBias | None = None,
+        is_prompt: bool = False,
     ) -> Tensor:
         """Return (n_tokens, heads, value_dim) of queries (heads, n_tokens, key_dim), as they are.
 
         Each token sees its slot's positions up to and with its own. Without `has_values` the
         values are the first dimensions of the keys. With `prompt_lengths` (n_tokens,) a token sees
-        all of its slot's prompt besides a window. `sinks` are (heads,) or (n_tokens, heads).
+        all of its slot's prompt besides a window. `sinks` are (heads,) or (n_tokens, heads). With
+        `is_prompt` all tokens are of one slot, and a program reads its keys for several of them.
         """
         num_heads, num_tokens, _ = query.shape
-        query = _dense_lines(query)
-        tiles = form.num_kv_heads * -(-(num_heads // form.num_kv_heads) // _BLOCK_HEADS)
+        query, group = _dense_lines(query), num_heads // form.num_kv_heads
         blocks = _blocks(form, query.dtype, has_small_tiles=self._has_small_tiles)
-        tiles *= -(-form.value_dim // blocks["value_width"])
+        columns = -(-form.value_dim // blocks["value_width"])
+        if is_prompt and prompt_lengths is None and bias is None:
+            most = _BLOCK_HEADS if self._has_small_tiles else _PROMPT_ROWS
+            heads, tokens = _rows_of_prompt(group, blocks["value_width"], most)
+            tiles = columns * form.num_kv_heads * -(-group // heads)
+            token_tiles = -(-num_tokens // tokens)
+            num_parts = _num_parts(self._num_processors, tiles * token_tiles, _MOST_PROMPT_PARTS)
+            parts, sums = _new_parts(query, num_parts, form.value_dim)
+            prompt_attention.attend_tokens[tiles, num_parts, token_tiles](
+                where, slots, positions, query, parts, sums, query.stride(1), query.stride(0),
+                num_tokens, **_sizes(form, kind, has_values=has_values), num_parts=num_parts,
+                block_heads=heads, block_tokens=tokens, **{**blocks, "num_warps": _PROMPT_WARPS},
+            )  # fmt: skip
+            return _joined(parts, sums, sinks, query)
+        tiles = columns * form.num_kv_heads * -(-group // _BLOCK_HEADS)
         num_parts = _num_parts(self._num_processors, tiles * num_tokens)
         parts, sums = _new_parts(query, num_parts, form.value_dim)
         added, strides, (bias_dim, extent) = _of_bias(bias)
         attention.attend_parts[tiles, num_parts, num_tokens](
             where, slots, positions, query, parts, sums, prompt_lengths, *added, query.stride(1),
             query.stride(0), *strides,
-            num_heads=num_heads, num_kv_heads=form.num_kv_heads, key_dim=form.key_dim,
-            value_dim=form.value_dim,
-            line_dim=form.value_dim if has_values else form.key_dim, kind=kind,
-            scale=form.scale, softcap=form.softcap, window=form.window, chunk=form.chunk,
-            num_parts=num_parts, block_heads=_BLOCK_HEADS, **blocks, bias_dim=bias_dim,
-            extent=extent,
+            **_sizes(form, kind, has_values=has_values), num_parts=num_parts,
+            block_heads=_BLOCK_HEADS, **blocks, bias_dim=bias_dim, extent=extent,
         )  # fmt: skip
         return _joined(parts, sums, sinks, query)
+
+
+def _sizes(form: AttentionForm, kind: str, *, has_values: bool) -> dict[str, Any]:
+    """Return what a kernel is compiled for: a form, and how keys and values are kept."""
+    return {
+        "num_heads": form.num_heads, "num_kv_heads": form.num_kv_heads, "key_dim": form.key_dim,
+        "value_dim": form.value_dim, "line_dim": form.value_dim if has_values else form.key_dim,
+        "kind": kind, "scale": form.scale, "softcap": form.softcap, "window": form.window,
+        "chunk": form.chunk,
+    }  # fmt: skip
+
+
+def _rows_of_prompt(group: int, value_width: int, most: int) -> tuple[int, int]:
+    """Return the heads and the tokens whose queries are a program's rows, powers of two.
+
+    `group` is the number of heads that share a key; there are at most `most` rows.
+    """
+    rows = max(_BLOCK_HEADS, min(most, _MOST_ELEMENTS // value_width))
+    heads = min(rows, 1 << (group - 1).bit_length())
+    return heads, rows // heads
 
 
 def _num_parts(num_processors: int, num_programs: int, most: int = _MOST_PARTS) -> int:

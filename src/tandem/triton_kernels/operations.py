@@ -48,9 +48,10 @@ def add_and_norm(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     """Return the rotary embedding of x (rows, ., ., dim), whose dimension `heads` has the heads.
 
-    The other one is of size 1; cos and sin have rows * dim elements.
+    The other one is of size 1, or that of the rows, as in a prompt (1, heads, n_tokens, dim); cos
+    and sin have rows * dim elements.
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = _room_for_rotated(x, heads)
     _rotate((x, x), cos, sin, (out, out), heads, num_others=0)
     return out
 
@@ -60,9 +61,16 @@ def rotate_two(
     x: Tensor, other: Tensor, cos: Tensor, sin: Tensor, heads: int
 ) -> tuple[Tensor, Tensor]:
     """Return the rotary embeddings of two tensors that differ only in their number of heads."""
-    out, other_out = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x, other))
+    out, other_out = (_room_for_rotated(y, heads) for y in (x, other))
     _rotate((x, other), cos, sin, (out, other_out), heads, num_others=other.shape[heads])
     return out, other_out
+
+
+def _room_for_rotated(x: Tensor, heads: int) -> Tensor:
+    """Return memory for the embedding, row after row, in the shape of x."""
+    if heads == 1 and x.shape[2] > 1:
+        return x.new_empty((1, x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _rotate(
@@ -75,9 +83,10 @@ def _rotate(
     num_others: int,
 ) -> None:
     x, other = sources
-    num_rows, num_heads, dim = x.shape[0], x.shape[heads], x.shape[3]
+    rows = 0 if x.shape[3 - heads] == 1 else 3 - heads
+    num_rows, num_heads, dim = x.shape[rows], x.shape[heads], x.shape[3]
     small.rotate_heads[num_heads + num_others, num_rows](
-        x, other, cos, sin, *targets, x.stride(0), x.stride(heads), other.stride(0),
+        x, other, cos, sin, *targets, x.stride(rows), x.stride(heads), other.stride(rows),
         other.stride(heads), num_heads=num_heads, num_others=num_others, dim=dim,
         width=_width(dim // 2), num_warps=1,
     )  # fmt: skip

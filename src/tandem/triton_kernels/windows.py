@@ -126,7 +126,7 @@ def attend_window_parts(
         ).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(some), input_precision="ieee")
         of_lines = _line_scales(where + 2, base + place, is_seen, 1.0, kind)[None, :]
-        weights, fade, largest = _weights(scores * of_lines * scale, is_seen, largest, 0.0)
+        weights, fade, largest = _weights(scores * of_lines * scale, is_seen[None, :], largest, 0.0)
         total = total * fade + tl.reduce(weights, 1, tl.standard._sum_combine)
         weights = (weights * of_lines).to(some.dtype)
         out = tl.dot(weights, some, out * fade[:, None], input_precision="ieee")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tandem.decode.cuda.graphs import GraphLayers
-from tandem.decode.cuda.slots import CudaSlotPool, MakeCapture
+from tandem.decode.cuda.slots import CudaSlotPool
+from tandem.decode.cuda.steps import MakeCapture
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.device import Device
 from tandem.experts.store.host_store import HostStore

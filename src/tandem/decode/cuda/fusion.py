@@ -127,10 +127,13 @@ def _finders() -> tuple[Finder, ...]:
     def norm(weight: Tensor | None, eps: float, rounds_first: bool) -> Callable[..., Tensor]:
         return partial(operations.norm, weight=weight, eps=eps, rounds_first=rounds_first)
 
+    def rotary(heads: int) -> Callable[..., Tensor]:
+        return partial(operations.rotate, heads=heads)
+
     choice = partial(partial, operations.choose)
     return (
         partial(find_norms, make=norm),
-        partial(find_rotaries, make=lambda heads: partial(operations.rotate, heads=heads)),
+        partial(find_rotaries, make=rotary, takes_prompts=True),
         partial(find_choices, make=choice),
         partial(find_choices_first, make=choice),
         _sums_with_norms,

@@ -282,11 +282,13 @@ def new_graphed_step(
     *,
     pad: Pad = lambda index: index,
     executor: Executor | None = None,
+    announce: Callable[[], None] = lambda: None,
     make_room: Callable[[], bool] = lambda: False,
     deferring: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     save: Save = lambda: lambda: None,
     record_first: Callable[[], Callable[[], Tensor]] | None = None,
     is_like_trusted: bool = False,
+    warns: bool = True,
     why_not: str | None = None,
 ) -> ReplayedStep:
     """Return a decode step that is captured at its first run; `step` is the model's own code.
@@ -303,7 +305,7 @@ def new_graphed_step(
 
     def capture(layers: GraphLayers | None) -> CapturedStep:
         capture = partial(_captured, make_capture=make_capture, layers=layers, pad=pad)
-        segments, result, captured = _shortest(step, record_first, capture)
+        segments, result, captured = _shortest(step, record_first, capture, warns=warns)
         around = deferring if layers is None else layers.around
         may_repeat = executor is not None and executor.reads_disk
         saves: Save = save if may_repeat else lambda: lambda: None
@@ -324,13 +326,14 @@ def new_graphed_step(
         expected = plain().clone()
         go_on = save()  # a capture may do the step several times
         with unheard(executor):
+            announce()
             captured = capture_one_way()
         go_on()
         return expected, captured
 
     return ReplayedStep(
         plain, record, tolerance,
-        executor=executor, save=save, make_room=make_room, warns=True,
+        executor=executor, announce=announce, save=save, make_room=make_room, warns=warns,
         is_like_trusted=is_like_trusted, why_not=why_not,
     )  # fmt: skip
 
@@ -342,8 +345,8 @@ Captured = tuple[list[tuple[Graph, GraphBreak | None]], Tensor, Callable[[], Ten
 def _shortest(
     step: Callable[[], Tensor],
     record_first: Callable[[], Callable[[], Tensor]] | None,
-    capture: Callable[[Callable[[], Tensor]], Captured],
-) -> Captured:
+    capture: Callable[[Callable[[], Tensor]], Captured], *, warns: bool,
+) -> Captured:  # fmt: skip
     """Capture a step in fewer operations if possible, otherwise the model's own code."""
     if record_first is not None:
         try:
@@ -353,12 +356,10 @@ def _shortest(
         except (torch.OutOfMemoryError, ExecutionError, ModelError):
             raise
         except Exception as error:  # Triton's compilers and tools raise what they like
-            first_line = str(error).partition("\n")[0]
-            warnings.warn(
-                f"decode steps are captured with more kernels than need be: {first_line}",
-                TandemWarning,
-                stacklevel=2,
-            )
+            what = str(error).partition("\n")[0]
+            what = f"decode steps are captured with more kernels than need be: {what}"
+            if warns:
+                warnings.warn(what, TandemWarning, stacklevel=2)
     return capture(step)
 
 

@@ -1,35 +1,24 @@
-"""Sequence slots on a GPU: a step has tokens of any slots, also several of one slot.
-
-A step has 1, 2, 4, 8... tokens, so that few sizes are captured; its slots are an input. Padding
-tokens fill a step up to its size: they choose no experts, and they write after a slot's contents.
-"""
+"""Sequence slots on a GPU: a step has tokens of any slots, also several of one slot."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError, TandemError
 from tandem.decode.cuda.attention import kernels_for, state_kernels, stream_kernels
-from tandem.decode.cuda.fusion import fuse_for_gpu
 from tandem.decode.cuda.graphs import (
-    TOLERANCES,
     Announced,
     GraphLayers,
-    new_graphed_step,
-    recorded_for_capture,
 )
-from tandem.decode.cuda.handed_graph import handed_graph
-from tandem.decode.cuda.resident_layers import GraphedLayers, graphed_layers
-from tandem.decode.cuda.step_inputs import StepInputs
-from tandem.decode.model_runner import ModelRunner, tolerance_of
+from tandem.decode.cuda.steps import MakeCapture, Step, Steps, padded_size
+from tandem.decode.model_runner import ModelRunner
 from tandem.decode.slots import EACH_TOKEN_SEEN, CachedSlotPool
 from tandem.decode.token_routed import TokenRouted
 from tandem.decode.trial import NOT_IN_SLOTS, why_other_logits
-from tandem.devices.cuda.captures import Capture, CudaCapture
+from tandem.devices.cuda.captures import CudaCapture
 from tandem.devices.cuda.embedding import StepRows, given_rows
 from tandem.devices.cuda.host_twin import on_its_way
 from tandem.experts.cache.expert_cache import SHRINK
@@ -42,16 +31,6 @@ from tandem.kv_cache.cuda.cache import StaticKvCache
 from tandem.kv_cache.cuda.layers import DecodeKernels
 from tandem.kv_cache.stand_ins import sees_all
 from tandem.recording.replay import ReplayedStep
-
-MakeCapture = Callable[[], Capture]
-
-
-class _Step(NamedTuple):
-    """A decode step of one size and one form."""
-
-    replayed: ReplayedStep
-    resident: list[GraphedLayers]
-    """What computes layers inside its segments, from its capture on; at most one."""
 
 
 class CudaSlotPool(CachedSlotPool[StaticKvCache]):
@@ -81,29 +60,32 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         # that an indexer has selected.
         found = find_kernels(model)
         of_all = found if sees_all(model) else None
-        self._layers = layers
         cache = StaticKvCache(
             num_slots, max(1, capacity), model.device, self._make_room, kv_dtype=kv_dtype,
             kernels=of_all, window_kernels=found, state_kernels=state_kernels(found),
             stream_kernels=stream_kernels(found),
         )  # fmt: skip
         super().__init__(ModelRunner(model, cache, notes_hidden=notes_hidden), cache)
-        self._kernels = found if cache.has_compressed else of_all
+        records = (found if cache.has_compressed else of_all) is not None
         self._launches_kernels = found is not None
-        self._device, self._make_capture = model.device, make_capture
-        self._steps: dict[tuple[Any, ...], _Step] = {}  # by size and form, of one generation
-        self._inputs: dict[int, StepInputs] = {}  # by size
-        self._generation = 0
-        self._captured_for: tuple[Any, ...] = ()
-        self._last: _Step | None = None
-        self._embeddings = model.get_input_embeddings()
-        self._prompt_rows = StepRows(self._embeddings, 0)
+        self._device = model.device
+        self._steps = Steps(
+            self._model, cache, records=records, make_capture=make_capture,
+            make_room=self._make_room, layers=layers,
+        )  # fmt: skip
+        self._last: Step | None = None
+        self._prompt_rows = StepRows(model.get_input_embeddings(), 0)
         self._token_routed = TokenRouted(model)
 
     @property
     def step(self) -> ReplayedStep:
         """The last decode step, or that of all slots."""
-        return (self._last or self._step_at(_padded_size(self.num_slots))).replayed
+        return (self._last or self._steps.at(padded_size(self.num_slots))).replayed
+
+    @property
+    def prompt_steps(self) -> list[Step]:
+        """The steps that compute prompts, captured or about to be."""
+        return [step for key, step in self._steps.by_size.items() if key[1]]
 
     @torch.inference_mode()
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
@@ -115,7 +97,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         return logits
 
     def _prefill_all(self, slot: int, tokens: Sequence[int], *, keep: int | None = None) -> Tensor:
-        self._report()
+        self._steps.report()
         first = self.cache.lengths[slot]
         found: list[Tensor] = []
         with _on(self._device):
@@ -143,17 +125,17 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         They are (n_tokens, vocabulary), slot by slot.
         """
         slots, ids = list(tokens), [token for new in tokens.values() for token in new]
-        count = _padded_size(len(ids))
+        count = padded_size(len(ids))
         with _on(self._device):
-            self._follow_executor()
+            self._steps.follow_executor()
             self.cache.begin_decode({slot: len(new) for slot, new in tokens.items()}, count)
-            self._inputs_of(count).bring(ids)
+            self._steps.inputs_of(count).bring(ids)
             executor = self._model.executor
             self._token_routed.expect(ids, executor)
             if executor is not None:
                 executor.begin_step(ids, is_prefill=False)
             with self._going_back(slots):
-                is_replaying = self._step_at(count).replayed.is_replaying
+                is_replaying = self._steps.at(count).replayed.is_replaying
                 can_repeat = not (self.cache.states and is_replaying)
                 logits = self._with_room(partial(self._decode, count), slots, can_repeat=can_repeat)
                 self.cache.commit()
@@ -162,17 +144,17 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             # Two more launches; the sampler waits for the step anyway.
             slots_of_tokens = [slot for slot, new in tokens.items() for _ in new]
             self._require_finite(slots_of_tokens, logits[: len(ids)])
-            hidden = self._inputs_of(count).hidden
+            hidden = self._steps.inputs_of(count).hidden
             hidden = None if hidden is None else hidden[: len(ids)].cpu()
             self._tell_hidden(hidden, tokens.items())
             return logits[: len(ids)]
 
     def _prefill(self, slot: int, first: int, tokens: Sequence[int], keep: int | None) -> Tensor:
+        size = self._steps.size_of_prompt(len(tokens)) if keep == 1 else None
+        if size is not None:
+            return self._prefill_as_step(slot, tokens, size)
         self.cache.begin(Segment(slot, first, len(tokens)))
-        executor = self._model.executor
-        self._token_routed.expect(tokens, executor)
-        if executor is not None:
-            executor.begin_step(tokens, is_prefill=len(tokens) > 1)
+        self._announce(tokens)
         ids = on_its_way(list(tokens), self._device).to(self._device, non_blocking=True)
         positions = torch.arange(first, first + len(tokens), device=self._device)
         with intercepted(Announced()), given_rows(self._prompt_rows.of_prompt(tokens)):
@@ -180,57 +162,25 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         self.cache.commit()
         return logits
 
-    def _decode(self, count: int) -> Tensor:
-        step = self._last = self._step_at(count)
-        if not step.replayed.is_replaying:
-            return step.replayed()
-        for layers in step.resident:
-            layers.begin_step()
-        logits = step.replayed()
-        for layers in step.resident:
-            layers.end_step()
-        self._report(but=step)
-        return logits
+    def _prefill_as_step(self, slot: int, tokens: Sequence[int], size: int) -> Tensor:
+        """Append a prompt's tokens in a step of `size`; return the logits after the last."""
+        self._steps.follow_executor()
+        self.cache.begin_prompt_step(slot, len(tokens), size)
+        self._steps.inputs_of(size).bring(tokens)
+        self._announce(tokens)
+        logits = self._steps.run(self._steps.at(size, of_prompt=True))
+        self.cache.commit()
+        return logits.clone()  # the next prompt of this size writes them anew
 
-    def _report(self, but: _Step | None = None) -> None:
-        """Report the layers of segments to listeners, except those of a step's last replay."""
-        for step in self._steps.values():
-            for layers in step.resident:
-                layers.report(but=int(step is but))
-
-    def _inputs_of(self, count: int) -> StepInputs:
-        if count not in self._inputs:
-            self._inputs[count] = StepInputs(
-                self._embeddings, count, self._device, self._model.room_for_hidden
-            )
-        return self._inputs[count]
-
-    def _follow_executor(self) -> None:
-        """Drop steps that were captured for another executor, other slots, or partial residency."""
+    def _announce(self, tokens: Sequence[int]) -> None:
         executor = self._model.executor
+        self._token_routed.expect(tokens, executor)
         if executor is not None:
-            executor.settle()  # a replay of whole steps would never come to it
-        cache = None if executor is None else executor.cache
-        engine = None if cache is None else cache.engine
-        now = (executor, engine, graphed_layers(executor) is not None)
-        if len(self._captured_for) != len(now) or any(
-            a is not b for a, b in zip(now, self._captured_for, strict=True)
-        ):
-            self._captured_for = now
-            self._drop_steps()
+            executor.begin_step(tokens, is_prefill=len(tokens) > 1)
 
-    def _drop_steps(self) -> None:
-        self._report()
-        self._steps.clear()
-
-    def _step_at(self, count: int) -> _Step:
-        if self._generation != self.cache.generation:
-            self._generation = self.cache.generation
-            self._drop_steps()
-        key = count, *self.cache.form
-        if key not in self._steps:
-            self._steps[key] = self._new_step(count)
-        return self._steps[key]
+    def _decode(self, count: int) -> Tensor:
+        self._last = self._steps.at(count)
+        return self._steps.run(self._last)
 
     @torch.inference_mode()
     def launch_once(self, count: int) -> None:
@@ -238,70 +188,9 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
         This compiles and loads its kernels. Raises `NotRecordableError`, and errors of the kernels.
         """
-        if not self._launches_kernels:
-            return
-        with _on(self._device):
-            each = dict.fromkeys(range(count), 1)
-            self.cache.begin_decode(each, count)
-            self._inputs_of(count).bring([0] * count)
-            with intercepted(Announced()):
-                self._run(count)  # makes what is made on first use
-                if self._kernels is not None:
-                    self.cache.begin_decode(each, count)
-                    self._recorded(count)()
-
-    def _run(self, count: int) -> Tensor:
-        """Run a step of `count` tokens by the model's own code."""
-        inputs, positions = self._inputs_of(count), self.cache.places(count).positions
-        with given_rows(inputs.embedded):
-            logits = self._model.logits(inputs.ids, positions[:, None], 1)[:, -1]
-        if inputs.hidden is not None and self._model.hidden is not None:
-            inputs.hidden.copy_(self._model.hidden[:, -1])
-        return logits
-
-    def _pad(self, count: int, index: Tensor) -> Tensor:
-        return index if count == 1 else index | self._inputs_of(count).idle  # one kernel
-
-    def _recorded(self, count: int) -> Callable[[], Tensor]:
-        """Record a step of `count` tokens and return it in fewer operations."""
-        places = self.cache.places(count)
-        changing = [*self._inputs_of(count).tensors, places.slots, places.positions, places.runs]
-        run, pad = partial(self._run, count), partial(self._pad, count)
-        return recorded_for_capture(run, changing, fuse_for_gpu, pad).run
-
-    def _new_step(self, count: int) -> _Step:
-        resident: list[GraphedLayers] = []
-
-        def find_layers() -> GraphLayers | None:
-            if self._layers is not None:
-                return self._layers
-            layers = graphed_layers(self._model.executor)
-            resident[:] = [] if layers is None else [layers]
-            if layers is None:
-                return handed_graph(self._model.executor, count)
-            layers.prepare(count)
-            return layers
-
-        has_replay = self._make_capture is not None
-        replayed = new_graphed_step(
-            partial(self._run, count),
-            tolerance_of(self._model.model, TOLERANCES),
-            self._make_capture or _no_capture,
-            find_layers,
-            pad=partial(self._pad, count),
-            executor=self._model.executor,
-            make_room=self._make_room,
-            deferring=self._deferring,
-            save=lambda: self.cache.states.save(self.cache.slots.tolist()),
-            record_first=None if self._kernels is None else partial(self._recorded, count),
-            is_like_trusted=any(s.replayed.is_replaying for s in self._steps.values()),
-            why_not=self._model.why_not_replayed(TOLERANCES, has_replay=has_replay),
-        )
-        return _Step(replayed, resident)
-
-    def _deferring(self) -> contextlib.AbstractContextManager[None]:
-        executor = self._model.executor
-        return contextlib.nullcontext() if executor is None else executor.deferring()
+        if self._launches_kernels:
+            with _on(self._device):
+                self._steps.launch_once(count)
 
     def _with_room(
         self, work: Callable[[], Tensor], slots: Sequence[int], *, can_repeat: bool = True
@@ -324,10 +213,12 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
                         "shorter prompts at once, or more gpu_memory"
                     ) from error
             put_back()
-            self._follow_executor()  # what was captured may read slots that are gone
+            self._steps.follow_executor()  # what was captured may read slots that are gone
 
     def _make_room(self) -> bool:
-        """Give some of the expert cache's memory to others; False if there is none."""
+        """Give captured prompts' memory to others, then some of the expert cache's; False: none."""
+        if self._steps.drop_prompts():
+            return True
         executor = self._model.executor
         if not isinstance(executor, HybridExecutor) or executor.cache.num_slots == 0:
             return False
@@ -381,17 +272,8 @@ def slot_bytes(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -
     return of_tokens // cache.capacity * num_tokens + of_any_length
 
 
-def _padded_size(num_tokens: int) -> int:
-    """Return the size that a step of `num_tokens` is padded to: a power of two."""
-    return 1 << (num_tokens - 1).bit_length()
-
-
 def _nothing() -> None:
     pass
-
-
-def _no_capture() -> Capture:
-    raise AssertionError("a step that is not replayed is not captured")
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -27,8 +27,11 @@ class StepInputs:
             self.ids = torch.zeros((size, 1), dtype=torch.int64, device=device)
             self.idle = torch.zeros((size, 1), dtype=torch.int64, device=device)
             """-1 for padding tokens, 0 for the others: joined by `|` an id becomes padding."""
+            self.last = torch.full((1,), size - 1, dtype=torch.int64, device=device)
+            """Where the last token is, before padding."""
             self._rows = StepRows(embeddings, size)
         self._host_ids, self._host_idle = HostTwin(self.ids), HostTwin(self.idle)
+        self._host_last = HostTwin(self.last)
 
     @property
     def embedded(self) -> Tensor | None:
@@ -38,7 +41,7 @@ class StepInputs:
     @property
     def tensors(self) -> list[Tensor]:
         """All input tensors."""
-        return [self.ids, self.idle, *([] if self.embedded is None else [self.embedded])]
+        return [self.ids, self.idle, self.last, *([] if self.embedded is None else [self.embedded])]
 
     def bring(self, ids: Sequence[int]) -> None:
         """Queue a step's token ids; padding tokens follow them."""
@@ -49,3 +52,4 @@ class StepInputs:
         if num_idle != self._num_idle:
             self._num_idle = num_idle
             self._host_idle.bring([-(place >= len(ids)) for place in range(size)])
+            self._host_last.bring([len(ids) - 1])

@@ -107,6 +107,7 @@ def on_capture_stream(capture: Capture) -> Iterator[None]:
     gc.disable()  # what Python frees during a capture would be captured too
     try:
         torch.cuda.synchronize(capture.stream.device)
+        torch.cuda.empty_cache()  # a capture cannot free what the allocator keeps for later
         before = torch.cuda.current_stream(capture.stream.device)
         capture.stream.wait_stream(before)
         with torch.cuda.stream(capture.stream):

@@ -22,7 +22,7 @@ from tandem.experts.store.host_store import HostLayer
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.policy.plan import LayerPlan
-from tandem.triton_kernels.rows import GroupedRows, block_rows
+from tandem.triton_kernels.rows import GroupedRows
 
 if TYPE_CHECKING:
     from tandem.triton_kernels.experts import TritonExperts
@@ -71,6 +71,8 @@ class ResidentLayers:
         num_tokens, top_k = top_k_index.shape
         table = self._table(layer)
         if num_tokens > MAX_TOKENS:
+            from tandem.triton_kernels.sorting import sorted_by_expert
+
             rows, row_of = sorted_by_expert(top_k_index, table)
         else:
             known = top_k_index.clamp(0, len(table) - 1)  # others are padding
@@ -145,43 +147,6 @@ def each_row_alone(addresses: Tensor, num_tokens: int, top_k: int) -> GroupedRow
     every, token = _row_tables(num_tokens, top_k, addresses.device)
     none = every[:0]
     return GroupedRows(addresses, every, token, none, none, most_tokens=1, block_rows=0)
-
-
-def sorted_by_expert(index: Tensor, addresses: Tensor) -> tuple[GroupedRows, Tensor]:
-    """Return a choice's routed tokens sorted by expert, and the row of each: (n_tokens, top_k), -1:
-    none.
-
-    `index` (n_tokens, top_k) int64 and `addresses` (num_experts,) are on the device, which computes
-    everything. The number of tiles is the largest possible; surplus tiles have no rows.
-    """
-    num_rows, num_experts = index.numel(), len(addresses)
-    size = block_rows(num_rows, num_rows / num_experts)
-    most_tiles = num_rows // size + min(num_experts, num_rows)
-    counting = _counting(max(num_rows, most_tiles, num_experts + 1), addresses.device)
-    flat = index.reshape(-1)
-    is_padding = (flat < 0) | (flat >= num_experts)
-    expert, order = flat.masked_fill(is_padding, num_experts).sort(stable=True)
-    begin = torch.searchsorted(expert, counting[: num_experts + 1], out_int32=True)
-    num_tiles = torch.div(begin.diff() + (size - 1), size, rounding_mode="floor")
-    ends = num_tiles.cumsum(0, dtype=torch.int32)
-    tiles = counting[:most_tiles].int()
-    tile_expert = torch.searchsorted(ends, tiles, right=True, out_int32=True)
-    tile_expert = tile_expert.clamp(max=num_experts - 1)
-    within = tiles - (ends - num_tiles)[tile_expert]
-    rows = counting[:num_rows].int()
-    row_of = torch.empty_like(rows).scatter_(0, order, rows).masked_fill(is_padding, -1)
-    token = torch.div(order, index.shape[1], rounding_mode="floor").int()
-    grouped = GroupedRows(
-        addresses, begin, token, tile_expert, begin[tile_expert] + within * size,
-        most_tokens=len(index), block_rows=size,
-    )  # fmt: skip
-    return grouped, row_of.view(index.shape)
-
-
-@lru_cache(maxsize=64)
-def _counting(count: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(count, device=device)
 
 
 @lru_cache(maxsize=64)

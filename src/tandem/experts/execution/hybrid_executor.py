@@ -83,6 +83,7 @@ class HybridExecutor(Executor):
         self._kernels = kernels
         self._turn = threading.Lock()
         self._announced: tuple[Sequence[int], bool] | None = None
+        self._prompt: Sequence[int] | None = None  # that was announced last, if it was one
         self._known: Sequence[LayerLoad] = ()  # of the forward pass that comes
         self._last_layer = len(self.store)
         self._wanted_slots: int | None = None
@@ -113,6 +114,12 @@ class HybridExecutor(Executor):
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
         self._announced = token_ids, is_prefill
+        self._prompt = token_ids if is_prefill else None
+
+    def repeat_step(self, num_tokens: int) -> None:
+        """Announce the same prompt again; a decode step needs no announcement."""
+        if self._prompt is not None:
+            self._announced = self._prompt, True
 
     @contextlib.contextmanager
     def captured_step(self, begin: Callable[[Sequence[LayerLoad]], None]) -> Iterator[None]:
@@ -379,20 +386,13 @@ class HybridExecutor(Executor):
 
     def _report(self, done: _Done) -> None:
         load, plan, begin, plan_seconds, step = done
-        num_active = len(load.experts)
+        num_active, routing = len(load.experts), step.routing
         event = LayerExecuted(
-            layer=load.layer,
-            num_tokens=step.routing.num_tokens,
-            num_active_experts=num_active,
-            num_expert_rows=step.routing.num_rows,
-            touched_bytes=num_active * step.host.image_bytes,
-            load=load,
-            plan=plan,
-            step_copies=self._step_copies,
-            begin_seconds=begin,
-            end_seconds=self.cache.clock.now,
-            plan_seconds=plan_seconds,
-        )
+            layer=load.layer, num_tokens=routing.num_tokens, num_active_experts=num_active,
+            num_expert_rows=routing.num_rows, touched_bytes=num_active * step.host.image_bytes,
+            load=load, plan=plan, step_copies=self._step_copies, begin_seconds=begin,
+            end_seconds=self.cache.clock.now, plan_seconds=plan_seconds,
+        )  # fmt: skip
         self._step_copies = ()
         for listener in self.listeners:
             listener(event)

@@ -11,23 +11,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.core.errors import CapacityError
 from tandem.kernels.attention import AttentionForm, DistanceBias, Segment
-from tandem.kernels.device_states import StateKernels, TorchStates
+from tandem.kernels.device_states import Run, StateKernels, TorchStates
 from tandem.kernels.hyper_connections import StreamKernels
 from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
-from tandem.kv_cache.cuda.attention import (
-    BiasOf,
-    attention,
-    attention_in_pieces,
-    by_query_head,
-    visible,
-)
+from tandem.kv_cache.cuda.attention import BiasOf, attention
 from tandem.kv_cache.cuda.index_keys import DeviceIndexKeys
 from tandem.kv_cache.cuda.layers import (
     DecodeKernels,
@@ -35,6 +28,7 @@ from tandem.kv_cache.cuda.layers import (
     StepPlaces,
     stored_dtype,
 )
+from tandem.kv_cache.cuda.prompts import attend_in_prompt, attend_to_latents
 from tandem.kv_cache.cuda.states import DeviceStates
 from tandem.kv_cache.cuda.windows import DeviceWindows
 from tandem.kv_cache.index_keys import NewIndexKeys
@@ -83,7 +77,7 @@ class StaticKvCache(SlotCache):
         self._layers: dict[int, LayerMemory] = {}
         self._places: dict[int, StepPlaces] = {}
         self._step = self.places(1)
-        self._is_aligned = False
+        self._is_aligned = self._is_prompt = False
         zeros = partial(self._zeros, what="states")
         self.index_keys = DeviceIndexKeys(num_slots, self._zeros, window_kernels)
         self.index_keys.reserve(self.capacity, 0)
@@ -137,6 +131,7 @@ class StaticKvCache(SlotCache):
         """
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
         self._announce(segments, is_decoding=True)
+        self._is_prompt = False
         tokens = [(s.slot, s.first_position + i) for s in segments for i in range(s.num_tokens)]
         ends = [length + counts.get(slot, 0) for slot, length in enumerate(self.lengths)]
         end, idle = min((end, slot) for slot, end in enumerate(ends))
@@ -153,6 +148,35 @@ class StaticKvCache(SlotCache):
             return
         self._is_aligned = slots == tuple(range(num_tokens))
         self.attended_length = min(max(_SHORTEST_LENGTH, 1 << longest.bit_length()), self.capacity)
+
+    @property
+    def takes_prompt_steps(self) -> bool:
+        """Whether `begin_prompt_step` can announce the layers' prompts; known behind a forward."""
+        layers = self._layers.values()
+        plain = self._kernels is not None and all(layer.has_values for layer in layers)
+        others = self.states or self.has_compressed or self.prompt_windows
+        return plain and bool(layers) and not others
+
+    def begin_prompt_step(self, slot: int, count: int, num_tokens: int) -> None:
+        """Announce a prompt's next `count` tokens as a step of `num_tokens`, which kernels compute.
+
+        Its inputs are those of a decode step, so that it can be captured. Padding tokens come last;
+        all are written behind the slot's contents.
+        """
+        first = self.lengths[slot]
+        self._announce([Segment(slot, first, count)], is_decoding=True)
+        self._is_prompt = True
+        self.reserve(first + count + 1)
+        positions = [min(first + at, first + count) for at in range(num_tokens)]
+        self.slots = torch.full((num_tokens,), slot, device="cpu")
+        self._step = self.places(num_tokens)
+        nothing = Run(*[0] * len(Run._fields))
+        self._step.bring([slot] * num_tokens, positions, [nothing] * num_tokens, [0] * num_tokens)
+
+    def _prompt_length(self, segment: Segment) -> int:
+        if self._is_prompt and self.is_decoding:
+            return segment.first_position + segment.num_tokens
+        return super()._prompt_length(segment)
 
     def _copy_layers(self, source: int, target: int, length: int) -> None:
         for layer in self._layers.values():
@@ -213,8 +237,8 @@ class StaticKvCache(SlotCache):
         if self.is_decoding:
             return self._decode(call, self._layer(call))
         keys, values = self._appended(call)
-        prefill = self._prefill_latents if call.value.shape[2] == 0 else self._prefill
-        return prefill(call, keys, values)
+        attend = attend_to_latents if call.value.shape[2] == 0 else attend_in_prompt
+        return attend(call, keys, values)
 
     def _attend_in_windows(self, call: AttentionCall) -> Tensor:
         """Compute `attend` for a model in which some layers have compressed keys."""
@@ -243,7 +267,7 @@ class StaticKvCache(SlotCache):
         """Append a prompt's new latents, and attend to its slot's latents, expanded."""
         kept, _ = self._appended(call)
         call = _with_mask(call)._replace(form=expansion.form)
-        return self._prefill(call, *expansion.expand(kept[0]))
+        return attend_in_prompt(call, *expansion.expand(kept[0]))
 
     def _appended(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Append a prompt's next tokens to its slot; return all of the slot's keys and values."""
@@ -262,8 +286,9 @@ class StaticKvCache(SlotCache):
             tokens = (query, key, value, sinks)
             prompts = self._step.prompt_lengths
             return self._kernels(
-                form, layer.where, slots, positions, *tokens, layer.kind, prompts, bias
-            )
+                form, layer.where, slots, positions, *tokens, layer.kind, prompts, bias,
+                self._is_prompt,
+            )  # fmt: skip
         layer.store(slots, positions, key.transpose(0, 1), value.transpose(0, 1))
         keys, values = layer.read(self._read_slots(), self.attended_length, query.dtype)
         keys, values = (x.expand(count, -1, -1, -1) for x in (keys, values))
@@ -284,53 +309,6 @@ class StaticKvCache(SlotCache):
         # (n_tokens, KV heads, heads of one, positions): heads of a KV head stand as queries
         whole = added.unflatten(1, (form.num_kv_heads, -1))
         return lambda some: whole[:, :, some]
-
-    def _bias_of_prompt(self, bias: DistanceBias, total: int) -> BiasOf:
-        positions = torch.arange(total, device=self._device)
-        own = positions[total - bias.states.shape[1] :, None]
-
-        def of_tokens(some: slice) -> Tensor:
-            part = bias._replace(states=bias.states[:, some])
-            return part.at(own[some] - positions)[None]
-
-        return of_tokens
-
-    def _prefill(self, call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
-        form, query, _, _, sinks, selected, _, bias = call
-        count, total = query.shape[1], keys.shape[1]
-        group = form.num_heads // form.num_kv_heads
-        keys = keys.repeat_interleave(group, 0)  # (heads, total, dim)
-        values = values.repeat_interleave(group, 0)
-        window, chunk = form.kept_window, form.chunk
-        is_whole = count == total <= min(window or total, chunk or total)
-        is_whole = is_whole and selected is None and bias is None
-        if is_whole and not form.softcap and sinks is None:  # needs no mask, and has fast kernels
-            out = F.scaled_dot_product_attention(
-                query[None], keys[None], values[None], is_causal=True, scale=form.scale
-            )
-        else:
-            selected = by_query_head(selected, group)
-            mask = self._seen_by_last(count, total, window, selected, chunk)
-            heads = None if sinks is None else sinks.reshape(-1, form.num_heads, 1).transpose(0, 1)
-            added = None if bias is None else self._bias_of_prompt(bias, total)
-            out = attention(form, query[None], keys[None], values[None], mask, heads, added)
-        return out[0].transpose(0, 1).contiguous()  # as models' code looks at it
-
-    def _prefill_latents(self, call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with a prompt's few tokens to the key that all heads share, without copying it."""
-        form, query, _, _, sinks, selected, *_ = call
-        mask = self._seen_by_last(query.shape[1], keys.shape[1], form.window, selected)[:, None]
-        of_tokens = query.transpose(0, 1)[None]  # (1, n_tokens, heads, dim)
-        heads = None if sinks is None else sinks.reshape(-1, 1)
-        return attention_in_pieces(form, of_tokens, keys[None], values[None], mask, heads)[0]
-
-    def _seen_by_last(
-        self, count: int, total: int, window: int, selected: Tensor | None, chunk: int = 0
-    ) -> Tensor:
-        """Return a mask of what the last `count` of `total` positions see: (count, total)."""
-        place = torch.arange(total - count, total, device=self._device)[:, None]
-        seen = visible(place, torch.arange(total, device=self._device)[None], window, chunk)
-        return seen if selected is None else seen & selected
 
     def _layer(self, call: AttentionCall) -> LayerMemory:
         """Return the expected layer, for keys and values of this kind."""

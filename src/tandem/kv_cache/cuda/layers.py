@@ -46,10 +46,12 @@ class DecodeKernels(Protocol):
         kind: str,
         prompt_lengths: Tensor | None = None,
         bias: DistanceBias | None = None,
+        is_prompt: bool = False,
     ) -> Tensor:
         """Attend to all positions, or those of a window, and of the prompt if it keeps that.
 
-        A value of no dimensions is part of the key. `prompt_lengths` are of the tokens' slots.
+        A value of no dimensions is part of the key. `prompt_lengths` are of the tokens' slots. With
+        `is_prompt` all tokens are of one slot.
         """
 
     def in_windows(
@@ -201,6 +203,11 @@ class LayerMemory:
     def kind(self) -> str:
         """The kernels' name for its dtype."""
         return KINDS[self.dtype]
+
+    @property
+    def has_values(self) -> bool:
+        """Whether values are kept beside keys, not as a part of them."""
+        return self._num_lines > 1
 
     @property
     def capacity(self) -> int:

@@ -17,17 +17,25 @@ from tandem.recording.recorder import NotRecordableError, Operation, Ref
 
 # What an embedding becomes, by the dimension that has the heads.
 MakeRotary = Callable[[int], Callable[..., object]]
+# Returns that dimension of an embedding's input with its cosines and sines; None: it is unknown.
+HeadsOf = Callable[[Graph, Ref, object, object], int | None]
 
 
-def find_rotaries(graph: Graph, make: MakeRotary) -> Iterator[Found]:
+def find_rotaries(
+    graph: Graph, make: MakeRotary, *, takes_prompts: bool = False
+) -> Iterator[Found]:
     """Find rotary embeddings around each swap of halves.
 
-    `make` returns the replacement, a function of x, cosines and sines.
+    `make` returns the replacement, a function of x, cosines and sines. With `takes_prompts` it also
+    takes the tokens of one sequence: (1, heads, n_tokens, dim).
     """
-    return graph.found_around("cat", lambda turned: _match_rotary(graph, turned, make))
+    heads_of = _heads_of_any if takes_prompts else _heads_dimension
+    return graph.found_around("cat", lambda turned: _match_rotary(graph, turned, make, heads_of))
 
 
-def _match_rotary(graph: Graph, turned: Operation, make: MakeRotary) -> Found | None:
+def _match_rotary(
+    graph: Graph, turned: Operation, make: MakeRotary, heads_of: HeadsOf
+) -> Found | None:
     parts = turned.args[0]
     if len(parts) != 2:
         return None
@@ -46,7 +54,7 @@ def _match_rotary(graph: Graph, turned: Operation, make: MakeRotary) -> Found | 
     chain = [high, low, negated, turned, by_cos, by_sin, total]
     if graph.is_read_outside(chain, total.outputs):
         return None
-    heads = _heads_dimension(graph, source, cos, sin)
+    heads = heads_of(graph, source, cos, sin)
     if heads is None:
         return None
     args = (source, cos, sin)
@@ -140,6 +148,23 @@ def _heads_dimension(graph: Graph, source: Ref, cos_ref: object, sin_ref: object
         if table.shape[0] != rows or table.shape[-1] != dim:
             return None
     return heads
+
+
+def _heads_of_any(graph: Graph, source: Ref, cos_ref: object, sin_ref: object) -> int | None:
+    """Return the dimension of the heads, also of a sequence's tokens: (1, heads, n_tokens, dim)."""
+    found = _heads_dimension(graph, source, cos_ref, sin_ref)
+    if found is not None or not (isinstance(cos_ref, Ref) and isinstance(sin_ref, Ref)):
+        return found
+    x = graph.tensor(source)
+    if x.dim() != 4 or len(x) != 1 or x.dtype not in graph.dtypes or x.stride(-1) != 1:
+        return None
+    shape = (1, *x.shape[2:])  # the heads' dimension is of size 1, or there is none
+    for table in (graph.tensor(cos_ref), graph.tensor(sin_ref)):
+        if table.dtype != x.dtype or not table.is_contiguous():
+            return None
+        if table.shape[-3:] != shape or table.numel() != shape[1] * shape[2]:
+            return None
+    return 1
 
 
 def _heads_of(graph: Graph, x: Tensor) -> int | None:
