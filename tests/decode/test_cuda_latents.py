@@ -11,6 +11,7 @@ from tandem.decode.padded import PaddedBatch
 from tandem.devices.cuda.linear import DeviceLinear
 from tandem.kernels.dense import pack_dense
 from tandem.kernels.formats.weight_format import find_format
+from tandem.kv_cache.cuda import cache
 from tests.architectures import build_tiny_model
 from tests.decode.twin_capture import TwinCapture
 from tests.decode.whole_pool import close, require_alike
@@ -75,15 +76,15 @@ def test_few_tokens_behind_a_long_text_attend_to_latents_as_they_are(
     text = [40 + i % 70 for i in range(140)]
     calls = {"latents": 0, "expanded": 0}
     pool = CudaSlotPool(model, 1)
-    for name, kind in (("_prefill_latents", "latents"), ("_prefill", "expanded")):
-        right = getattr(pool.cache, name)
+    for name, kind in (("attend_to_latents", "latents"), ("attend_in_prompt", "expanded")):
+        right = getattr(cache, name)
 
         def counted(*args: Any, right: Any = right, kind: str = kind) -> torch.Tensor:
             calls[kind] += 1
             result: torch.Tensor = right(*args)
             return result
 
-        monkeypatch.setattr(pool.cache, name, counted)
+        monkeypatch.setattr(cache, name, counted)
     config = model.config
     rank, of_keys = config.kv_lora_rank, config.qk_nope_head_dim
     # Operations per head and position: to expand it, and the additional ones of each token.

@@ -101,7 +101,8 @@ def test_a_step_without_memory_is_repeated_from_where_it_began(
             raise torch.OutOfMemoryError("made up")
         return result
 
-    monkeypatch.setattr(pool, "_make_room", lambda: True)
+    for part in (pool, pool._steps):
+        monkeypatch.setattr(part, "_make_room", lambda: True)
     monkeypatch.setattr(pool._model, "logits", scarce)
     close(pool.prefill({0: [33, 34]}), fresh.prefill({0: [33, 34]}))
     room.append(1)
