@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TEXT_ONLY = "this server's model reads text only; send no images"
 _MOST_IMAGES = 128
-# Of one request's images together: opened they take 400 MB.
+# Limit for all images of one request together: decoded, they take 400 MB.
 _MOST_PIXELS = 1 << 27
 _AS_DATA = "send it as a data URL (data:image/png;base64,...)"
 
@@ -92,7 +92,7 @@ class ImageReader:
             is_there = is_ours and path.is_file()
         except (OSError, ValueError):  # a name that no file can have
             is_there = False
-        if not is_there:  # whether there are files elsewhere is nobody's business
+        if not is_there:  # do not reveal whether files exist elsewhere
             raise ApiError(
                 400, f"image {number} is no file below the directory that this server may read"
             )

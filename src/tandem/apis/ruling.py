@@ -21,7 +21,7 @@ from tandem.dialects.grammar import (
 )
 from tandem.dialects.tool_grammar import ANY_OBJECT, DescribedTool, calls_or_json
 
-# Writes a grammar. That may take long, so it is called in the grammar process alone.
+# Writes a grammar. Only the grammar process calls it, because it may take long.
 GrammarWriter = partial[str] | partial[str | None]
 
 

@@ -20,7 +20,7 @@ _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _Json = dict[str, object]
 _TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-# Some clients say -1 for as many as there is room for.
+# Some clients send -1 for "as many as fit".
 _MaxTokens = Annotated[int, Field(ge=1, le=2**31)] | Literal[-1]
 _MaxTokensOrNone = Annotated[int, Field(ge=0, le=2**31)] | Literal[-1]
 _Budget = Annotated[int, Field(ge=0, le=2**31)]

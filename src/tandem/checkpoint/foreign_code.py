@@ -11,10 +11,10 @@ from pathlib import Path
 from tandem.checkpoint.json_files import JsonObject, shown
 from tandem.core.errors import ModelError, UnsupportedModelError
 
-# Which functions compute attention or experts; the hub's kernels are OWNER/NAME.
+# Keys that choose the functions for attention or experts. A kernel of the hub is named OWNER/NAME.
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 _KERNEL = re.compile(r"[/:@|]")
-# Key -> what Transformers would do with a value that says something.
+# Key -> what Transformers would do if it had a value.
 _REFUSED = {
     "transformers_weights": "load weights that are not checked",
     "configuration_files": "read another config",

@@ -87,7 +87,7 @@ def _card(directory: Path, origin: Origin, reports: Sequence[JsonObject]) -> Ite
     yield from [f"base_model: {origin.base_model}"] if origin.base_model else []
     yield from [f"license: {origin.licence}"] if origin.licence else []
     yield from ("library_name: tandem-moe", "tags:", "- moe", "- tandem", "---", "")
-    from tandem.checkpoint.packed_files import read_metadata  # which loads torch
+    from tandem.checkpoint.packed_files import read_metadata  # it imports torch
 
     base = origin.base_model
     yield f"# {directory.resolve().name}"

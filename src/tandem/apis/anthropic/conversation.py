@@ -34,7 +34,7 @@ from tandem.apis.schemas import (
     ToolName,
 )
 
-# A coding agent's line for its vendor's accounts. It changes from request to request, so that no
+# A coding agent sends this line for its vendor's accounting. It changes with each request, so no
 # prompt behind it would ever be found in the KV cache.
 _ACCOUNTS_LINE = "x-anthropic-billing-header:"
 

@@ -11,7 +11,7 @@ from tandem.kernels.formats import CodedMatrix, WeightFormat, coded_matrix, find
 from tandem.kernels.formats.codes import decode
 from tandem.kernels.formats.source_codes import stored_matrix
 
-GROUP_SIZES = (128, 64, 32)  # of the packed formats, the fewest scales first
+GROUP_SIZES = (128, 64, 32)  # of the packed formats, fewest scales first
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _group_size(cols: int, groups: int, name: str) -> int:
             "checkpoint was not written for this config"
         )
     size = cols // groups
-    # One scale for all columns: any group size of ours will do.
+    # One scale covers all columns, so any group size will do.
     return -(-cols // GROUP_SIZES[0]) * GROUP_SIZES[0] if groups == 1 else size
 
 

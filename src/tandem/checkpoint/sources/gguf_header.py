@@ -21,24 +21,25 @@ from tandem.checkpoint.config_sizes import HeldTensors
 from tandem.checkpoint.json_files import shown
 from tandem.core.errors import ModelError, UnsupportedModelError
 
-# What a field of the header holds: a text, a number, a truth value or a list of one of them.
+# The value of a header's field: a string, a number, a boolean or a list of one of these.
 Value: TypeAlias = Any
 
 _UNREADABLE = "{file} cannot be read as GGUF ({reason}); download it again"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_ALIGNMENT = 32  # where the file names no other
+_ALIGNMENT = 32  # the default of GGUF
 _MOST_DIMENSIONS = 4
 _LONGEST_NAME = 512
-# By the number of a value's type: its format in `struct`, and in numpy.
+# Number of a value type -> its format in `struct` and in numpy.
 _SCALARS = {
     0: ("B", "<u1"), 1: ("b", "<i1"), 2: ("H", "<u2"), 3: ("h", "<i2"), 4: ("I", "<u4"),
     5: ("i", "<i4"), 6: ("f", "<f4"), 7: ("?", "<u1"), 10: ("Q", "<u8"), 11: ("q", "<i8"),
     12: ("d", "<f8"),
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_NUMPY_TYPES = {"F32": "<f4", "F16": "<f2"}  # others are bytes
-# Of which kind a key's value is; what is neither counts something, for all layers or for each.
+_NUMPY_TYPES = {"F32": "<f4", "F16": "<f2"}  # other types are raw bytes
+# Types of values by key. Keys that match neither pattern hold counts, one for all layers or one per
+# layer.
 _TEXTS = re.compile(r".*\.rope\.scaling\.type|tokenizer\.ggml\.model")
 _NUMBERS = re.compile(
     r".*(epsilon|freq_base(_swa)?|factor|scale|multiplier|softcapping|clamp_kqv|beta_(fast|slow)"
@@ -150,7 +151,7 @@ def read_header(file: Path) -> GgufHeader:
         of_part, own = read_part(part)
         if len(files) > 1:
             _check_part(part, of_part, files)
-        fields = of_part | fields  # the first part's, if both have one
+        fields = of_part | fields  # the first part wins
         if again := tensors.keys() & own.keys():
             raise ModelError(_UNREADABLE.format(file=part, reason=f"{min(again)} is there twice"))
         tensors |= own
@@ -236,7 +237,7 @@ class _Reader:
             raise _DamagedError(f"its version is {version}, expected 2 or 3")
         num_tensors, num_fields = self._scalar("Q"), self._scalar("Q")
         fields: dict[str, Value] = {}
-        for _ in range(num_fields):  # what is no longer there ends it
+        for _ in range(num_fields):  # the end of the data ends the loop if num_fields is wrong
             key = self._name("a name of its metadata")
             if key in fields:
                 raise _DamagedError(f"{key} is there twice")
@@ -317,7 +318,7 @@ class _Reader:
         block, kind_bytes, tensor_type = _kind(name, kind)
         count = 1
         for length in shape:
-            count *= length  # whole numbers of Python's: they do not overflow
+            count *= length  # Python's integers do not overflow
         if count == 0 or shape[0] % block:
             raise _DamagedError(f"{name} has the shape {shape}, in blocks of {block}")
         num_bytes = count // block * kind_bytes
