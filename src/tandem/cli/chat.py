@@ -53,7 +53,7 @@ def chat(session: Session) -> int:
         try:
             is_open = conversation.take_turn()
             history.save()
-        except KeyboardInterrupt:  # before or after the answer's tokens
+        except KeyboardInterrupt:  # before or after an answer's tokens
             print(file=sys.stderr)
     session.finish()
     return 0

@@ -99,7 +99,7 @@ def run(flags: argparse.Namespace) -> int:
     chosen = options.size or (f"{options.bits}bits" if options.bits else options.expert_dtype)
     own_name = f"{Path(choice.model).name}-{chosen}-tandem"
     target = Path(require_text(options.output or own_name, "--output"))
-    require_new(target)  # before a model is downloaded or built, and torch is imported
+    require_new(target)  # before downloading or building a model and importing torch
     import_transformers(quiet=options.quiet, has_bars=False)
 
     from tandem.hf.pack import pack

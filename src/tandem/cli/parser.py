@@ -10,7 +10,7 @@ from tandem.cli.failures import UsageError
 from tandem.core.config import RARE
 from tandem.core.registry import nearest_names
 
-# Subcommand -> one line of help; the code is in the module of that name beside this file.
+# Subcommand -> one line of help. Its code is in the module of the same name in this directory.
 COMMANDS = {
     "run": "answer a prompt or chat (without MODEL: the demo model)",
     "chat": "chat on a terminal; from a pipe, each line is a message",
@@ -30,7 +30,7 @@ COMMANDS = {
     "simulate": "replay routing traces through the planner on a hardware profile",
     "completion": "print a script that completes commands and flags in your shell",
 }
-_VERBOSE = ("bench", "simulate")  # have a --verbose of their own
+_VERBOSE = ("bench", "simulate")  # they have a --verbose of their own
 _NEGATIVE_VALUE = re.compile(r"-[0-9.]+[^\s=]*")
 
 

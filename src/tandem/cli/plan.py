@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tandem.forecast.model_plan import Plan
     from tandem.forecast.sizes import ModelSizes
 
-# What advice is given about, largest first.
+# The formats that advice considers, largest first.
 _OTHER_FORMATS = ("int8", "int4")
 
 

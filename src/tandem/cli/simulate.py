@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tandem.trace import RoutingTrace
 
 LISTS = "list"
-# What says something of experts on a disk, too.
+# Flags that also apply to experts on a disk.
 _OF_DISKS = ("hardware", "shape", "eviction", "batch", "prompt", "limit", "hold_out", "json")
 
 
@@ -273,7 +273,7 @@ def _print_details(result: "Report") -> None:
     print(f"  busy: {busy}; a plan takes {plan['median']:.0f} us (p99 {plan['p99']:.0f})")
     if over is not None:
         overlapped = result["plan_over_optimal"]["executed_overlapped_mean"]
-        shares = [f"{round(share, 6) + 0.0:.2%}" for share in (over, overlapped)]  # no -0.00%
+        shares = [f"{round(share, 6) + 0.0:.2%}" for share in (over, overlapped)]  # avoids -0.00%
         print(
             f"  plans by equations 3-9 are {shares[0]} above the optimum, executed plans "
             f"{shares[1]} above that of overlapped copies"

@@ -21,7 +21,7 @@ from tandem.policy.settings import POOLS, PlannerSettings
 
 _OF_ONE_DEVICE = {"emulated_speed": "emulated"}
 _OF_DENSE_PARTS = ("threads", "device", "importance", "context", "sequences")
-# What is copied ahead where steps are planned, if nothing is asked for.
+# Defaults of what is copied ahead in planned steps.
 DEFAULT_PREDICTION, DEFAULT_PREFETCH_COUNT = "regression", 2
 
 
@@ -217,7 +217,7 @@ class OffloadOptions:
             must_prefetch=count is not None or self.prediction is not None,
             can_ask=self.look_ahead,
             pool=self.pool,
-            # Worth a few slots of decode steps where a prompt waits for a real link.
+            # Over a real link, prompts gain more from these slots than decode steps lose.
             copies_prompts=kind_of(self.device).holds_dense_parts,
         )
 
@@ -241,7 +241,7 @@ def offload_options(flags: argparse.Namespace, also_of_cpu: Collection[str] = ()
     of_a_device = ("gpu_memory", *OffloadOptions.rare)
     given = [name for name in of_a_device if vars(flags).get(name) is not None]
     if options.expert_memory_bytes is not None and "eviction" in given:
-        given.remove("eviction")  # host slots follow it, too
+        given.remove("eviction")  # host slots use it, too
     given_of_device = [name for name in given if name not in also_of_cpu]
     if options.device == "cpu" and given_of_device:
         raise ConfigError(

@@ -19,7 +19,7 @@ class HostTwin:
 
     def bring(self, values: Sequence[object] | Tensor) -> None:
         """Queue the copy of values; there may be fewer than fit."""
-        if self._brought is not None:  # a step has waited for the one before: only after an error
+        if self._brought is not None:  # set only if a step failed: a step waits for its copy
             self._brought.synchronize()
         if isinstance(values, Tensor):
             self.host.copy_(values)
