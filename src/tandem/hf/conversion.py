@@ -51,7 +51,7 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
                 return value
             if (
                 isinstance(tensor, Tensor) and tensor.numel() == 0
-            ):  # `StoreExpertwise` was here before
+            ):  # `StoreExpertwise` has taken the values
                 return value
             if self.writer.needs_nothing(found[0]):
                 return placeholder(tensor)
@@ -165,7 +165,8 @@ class StorePacked(StoreFused):
                 layer.adopt(stored_name, tensor)
             except TandemError as error:
                 self.writer.keep_error(error)
-            if stored_name not in layer.arrivals.shapes:  # all tensors of the layer in one
+            # One tensor holds all tensors of the layer.
+            if stored_name not in layer.arrivals.shapes:
                 names |= set(layer.arrivals.shapes)
         return {name: torch.empty(0, device="cpu") for name in names}
 

@@ -105,7 +105,7 @@ def as_offloaded(model: PreTrainedModel, runtime: Runtime) -> None:
 
 @cache
 def _offloaded_class(kind: type) -> type:
-    # Transformers looks classes up by what they are called.
+    # Transformers identifies classes by module and name.
     own = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,

@@ -54,7 +54,7 @@ _INKLING_LAYER = {
 _DSPARK = re.compile(r"^mtp\.\d+\.(?:main_proj|markov_head|confidence_head)\.")
 # Tensors needed beside the decoder layer's.
 NEEDED = ("fc.weight", "enorm.weight", "hnorm.weight", "model.norm.weight")
-# DeepSeek-V4's. With Transformers' own mapping, `norm.` would become one of attention's norms.
+# DeepSeek-V4's prefixes. Transformers' own mapping would take one of its norms for attention's.
 _STREAMED = {
     "e_proj.": "e_proj.", "h_proj.": "h_proj.", "enorm.": "enorm.", "hnorm.": "hnorm.",
     "norm.": "norm.", "hc_head_": "model.hc_head.hc_",

@@ -21,13 +21,14 @@ from tandem.kernels import _native
 from tandem.kernels.memory import allocate_buffers
 from tandem.policy.plan import Geometry
 
-# So many reads are under way at once, in such pieces: a disk of 2 GB/s gives its rate from 4 MB on.
+# Reads at once, and bytes of each: a disk of 2 GB/s reaches its rate from 4 MB under way on.
 READERS = 8
 _PIECE_BYTES = 1280 << 10
-# Experts of any layer that pass through: what is not admitted, and a prompt's next layer.
+# Slots for experts of any layer that only pass through: those not admitted, and those of a prompt's
+# next layer.
 _TRANSIT_SLOTS = 32
-_HELD_SLOTS = 4  # experts on their way to a device that memory does not keep
-# Without a byte for so long a request fails; the disk may wake up from its sleep.
+_HELD_SLOTS = 4  # experts on their way to a device; memory does not keep them
+# A request fails after this time without a byte, long enough for a disk to spin up.
 _PATIENCE_SECONDS = 60.0
 _HUGE_PAGE_BYTES = 2 << 20
 

@@ -103,4 +103,5 @@ class _ShowInStateDict:
             found[prefix + name] = StandIn(shape, module.get_parameter(name).dtype)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        refuse_to_copy()  # raises in code that copies or pickles the module, or one that holds it
+        # Raises for any code that copies or pickles this module or one that contains it.
+        refuse_to_copy()

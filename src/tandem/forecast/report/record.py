@@ -18,7 +18,7 @@ from tandem.core.errors import ConfigError
 from tandem.forecast.report.stages import Outcome
 from tandem.forecast.windows_check import Finding
 
-_LEAST_NAME = 3  # characters: a shorter name of a user is also part of words
+_LEAST_NAME = 3  # characters; a shorter user name also occurs within words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,5 +114,5 @@ def _places() -> list[tuple[str, str]]:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as containers have
+    except (KeyError, OSError):  # a user without a name, as in containers
         return ""

@@ -44,7 +44,7 @@ def _profile_in(text: str) -> str:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
-        return text  # of which the profile's own reader says what is wrong
+        return text  # the profile's reader will report what is wrong
     if not isinstance(values, dict) or DATAPOINT not in values:
         return text
     if values[DATAPOINT] is True or values[DATAPOINT] != DATAPOINT_FORMAT:
