@@ -63,7 +63,7 @@ class SlotCache(ABC):
         """The states of the layer that the model asked for last."""
         self._awaited: int | None = None
         self._compressed: NewCompressed | None = None
-        self._segments: list[Segment] = []  # that are announced
+        self._segments: list[Segment] = []  # the announced segments
 
     def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
         """Record the tokens of the next forward; clears what the last one had computed."""
@@ -235,8 +235,8 @@ class SlotCache(ABC):
         return layer
 
 
-# Attention functions are registered by name and called by the model's code with the module alone:
-# the step that is under way reaches them here.
+# A model's code calls attention functions, which are registered by name, with only the module. They
+# find the step under way here.
 _CURRENT: ContextVar[SlotCache | None] = ContextVar("tandem_kv_cache", default=None)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.core.errors import ConfigError
 
-# Where a request's state says whose it is.
+# Key in a request's state: the owner.
 OWNER = "owner"
 _OWNER_BYTES = 16
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 
 _MOST_LINES = 10_000
-# At the end, for a reader that still reads.
+# For a slow reader, at the end.
 _LAST_SECONDS = 1.0
 
 Lines = queue.Queue[logging.LogRecord | None]

@@ -79,7 +79,7 @@ def _fit(
     importance: Tensor | None,
     has_search: bool,
 ) -> CodedMatrix:
-    peak = torch.where(high > -low, high, low)  # the weight of largest magnitude, with its sign
+    peak = torch.where(high > -low, high, low)  # the weight of the largest magnitude, with its sign
     if fmt.encoding.grid is not None:
         return round_to_lines(x, importance, fmt, has_search=has_search)
     match fmt.encoding.element:

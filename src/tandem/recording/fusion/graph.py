@@ -114,7 +114,7 @@ class Graph:
         return [operation for operation in found if operation is not None]
 
 
-# Finds groups in a graph.
+# Finds groups of operations in a graph.
 Finder = Callable[[Graph], Iterator[Found]]
 
 
@@ -130,7 +130,7 @@ def replaced(
     for finder in finders:
         for group, fused in finder(graph):
             graph.replace(group, fused)
-        if graph.has_replaced:  # else the next one may look at the same graph
+        if graph.has_replaced:  # otherwise the next finder can use the same graph
             graph = Graph(graph.result(), tensors, fixed, dtypes)
     return graph.operations
 
