@@ -6,8 +6,8 @@
 
 namespace tandem {
 
-// Numbers in a row's words of 256 columns. The i-th number begins at bit base + i / 4 * fours + i %
-// 4 * step; no number is split between two words.
+// Numbers in a row's words of 256 columns. The i-th number begins at bit
+// base + i / 4 * fours + i % 4 * step; no number is split between two words.
 struct BitField {
   int base = 0, fours = 0, step = 0, width = 0;
 

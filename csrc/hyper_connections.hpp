@@ -18,9 +18,10 @@ constexpr std::int64_t kMostRounds = 1024;
 
 // y = matrix * x / sqrt(mean(x^2) + norm_eps), where x is all values of a token's streams. The
 // first `num_streams` rows give the weights of the streams: sigmoid(scale * y + base) + eps. The
-// next rows, if `has_outputs`, give the weights of the layer's output: output_factor * sigmoid(..)
-// + output_eps. The others give the mixture, from each stream (rows) to each: softmax(..) + eps,
-// then columns divided by their sum + eps, then `num_rounds` - 1 times rows and columns.
+// next rows, if `has_outputs`, give the weights of the layer's output: output_factor *
+// sigmoid(..) + output_eps. The others give the mixture, from each stream (rows) to each:
+// softmax(..) + eps, then columns divided by their sum + eps, then `num_rounds` - 1 times rows and
+// columns.
 struct MixIn {
   std::int64_t num_tokens, num_streams, dim;
   bool has_outputs;

@@ -23,13 +23,14 @@ struct IndexLayer {
   }
 };
 
-// Stores each token's key, then selects the `most` keys with the greatest sum over heads of weight
-// * relu(scale * query . key) among those that exist. If scores are equal, the first wins; NaN
-// counts as the greatest. A token with at most that many keys sees all, which -1 marks.
+// Stores each token's key, then selects the `most` keys with the greatest scores:
+//   the sum over heads of weight * relu(scale * query . key)
+// If scores are equal, the first wins; NaN counts as the greatest. A token with at most that many
+// keys sees all, which -1 marks.
 //
-// With a `block`, each head selects for itself: blocks of this many keys, by their best scale *
-// query . key. The token's own block and those before it, `num_local` in total, are always
-// selected.
+// With a `block`, each head selects for itself: blocks of this many keys, each by the best
+// scale * query . key in it. The token's own block and those before it, `num_local` in total, are
+// always selected.
 struct IndexSelection {
   const IndexLayer* layer;
   StateTokens tokens;  // one token per slot

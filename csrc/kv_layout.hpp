@@ -3,10 +3,10 @@
 //
 // A dword holds `pack` contiguous values: one fp32, two bf16 or four int8. In a block of keys,
 // dword 16 g + i holds values g * pack and following of position i, so a register holds the same
-// values of 16 positions. In a block of values, dword width * g + d holds value d of positions g *
-// pack and following, so a register holds 16 values of the same positions. int8 blocks end with 16
-// fp32 scales, one per position; keys are stored + 128. A key or value that is not finite has a NaN
-// scale.
+// values of 16 positions. In a block of values, dword width * g + d holds value d of positions
+// g * pack and following, so a register holds 16 values of the same positions. int8 blocks end with
+// 16 fp32 scales, one per position; keys are stored + 128. A key or value that is not finite has a
+// NaN scale.
 //
 // Joint keys may be stored alone, one after the other: a key's values are contiguous, followed by
 // its scale for int8. Kernels spread a chunk of them into blocks of keys and of values.

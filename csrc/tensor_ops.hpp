@@ -45,7 +45,7 @@ enum class ElementwiseKind : int {
   kAdd, kMultiply, kSubtract, kDivide, kGreater, kLess, kPower, kIsGreater, kIsGreaterEqual, kIsLess,
   kIsLessEqual, kIsEqual, kIsUnequal, kAnd, kOr,
   kWhere,  // a ? b : c
-  kClamp  // a, at least b, at most c
+  kClamp   // a, at least b, at most c
 };
 constexpr int num_operands(ElementwiseKind kind) {
   return kind < ElementwiseKind::kAdd ? 1 : kind < ElementwiseKind::kWhere ? 2 : 3;

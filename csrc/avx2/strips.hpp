@@ -68,8 +68,8 @@ constexpr std::int64_t kPanelStripBytes = kIsWide<Dot, F> ? 1024 : 512;
 template <class Dot, Format F>
 using Value = std::conditional_t<kIsWide<Dot, F>, std::int16_t, std::int8_t>;
 
-// Quantised activations at the current strips, of a tile's first token on. Words are in the order 0
-// 2 1 3 of each four.
+// Quantised activations at the current strips, of a tile's first token on. Of each four
+// words, the order is 0 2 1 3.
 template <class Dot, Format F>
 struct Inputs {
   const Value<Dot, F>* at;

@@ -48,8 +48,8 @@ TANDEM_INLINE __m512i broadcast4(const void* x) {
   return _mm512_set1_epi32(four);
 }
 
-// sum += four unsigned codes times four signed activations, per row. Assembly, because GCC 12 copies
-// the intrinsic's sums between registers, which costs a third of the speed with many tokens.
+// sum += four unsigned codes times four signed activations, per row. Assembly, because GCC 12
+// copies the intrinsic's sums between registers, which costs a third of the speed with many tokens.
 TANDEM_INLINE __m512i multiply_add_int8(__m512i sum, __m512i codes, __m512i four) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(four));
   return sum;

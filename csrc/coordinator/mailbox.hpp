@@ -27,9 +27,9 @@
 // before it reads results. If nothing misses, the host never writes `done` or fetched.
 //
 // These are flags and not counters, because operations of a captured graph contain constants.
-// Between steps all doorbells and errors are 0, and all blocks have been read. At any time after the
-// doorbell: guess -> guessed = 1. The host waits for it only briefly, and only copies ahead depend
-// on it.
+// Between steps all doorbells and errors are 0, and all blocks have been read. At any time after
+// the doorbell: guess -> guessed = 1. The host waits for it only briefly, and only copies ahead
+// depend on it.
 #pragma once
 
 #include <cstddef>
