@@ -216,8 +216,8 @@ void add_compression(Program& program, const WindowCompression& layer, const Ten
 }
 
 // Streams (.., streams, dim); a matrix (rows, streams * dim) with its base (rows) and scales (kinds
-// of rows). `weights` (.., rows - streams) receive the weights of the output, if there are so many,
-// and of the mixture.
+// of rows). `weights` (.., rows - streams) receive the weights of the output, if the matrix has
+// rows for them, and of the mixture.
 void add_mix_in(Program& program, float norm_eps, float eps, float output_factor, float output_eps,
                 std::int64_t num_rounds, const Tensor& streams, const Tensor& matrix,
                 const Tensor& base, const Tensor& scales, const Tensor& out,

@@ -14,7 +14,7 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLeastNumber = std::numeric_limits<float>::lowest();
-// Keeps the exponent of the best score, 0 times this, a number.
+// Finite, so that the best score's exponent, 0 times this, is not NaN.
 constexpr float kLargestFactor = 1e30f;
 // Values are collected when a quarter of them is left, unless there are only this many.
 constexpr std::int64_t kFewValues = 1024;

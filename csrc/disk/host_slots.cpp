@@ -106,7 +106,8 @@ void HostSlots::settle(std::int32_t layer) {
   }
 }
 
-// Experts that were read ahead stay, also for a prompt's next chunk.
+// Frees transit slots whose reads have ended. Experts of this layer or the next stay, as do those
+// that a coming use expects, such as a prompt's next chunk.
 void HostSlots::settle_transit(std::int32_t layer) {
   for (Slot& slot : transit_) {
     const bool is_ahead = slot.layer == layer || slot.layer == layer + 1;

@@ -54,7 +54,7 @@ class Planner:
         self._process_bytes, elsewhere = process_bytes(), host_bytes_elsewhere(chosen)
         if asked.memory_bytes is not None:
             elsewhere = asked.memory_bytes
-        # This program would take as much of another machine's memory as it takes here.
+        # On another machine this program would take as much memory as it takes here.
         self._available_bytes = (
             available_bytes() if elsewhere is None else max(0, elsewhere - self._process_bytes)
         )
@@ -153,7 +153,7 @@ def _over_disk(
     if has_all or not files or is_plain or plan.sizes.is_dense or is_elsewhere:
         return None, None
     room = given
-    if room is None:  # as loading does, once the dense parts are loaded
+    if room is None:  # computed as loading does after the dense parts
         free = max(0, plan.available_bytes - plan.sizes.total_dense_bytes)
         room = room_for_experts(free, plan.kv_cache_bytes)
     try:

@@ -33,8 +33,8 @@ GRAPH_RING_SLOTS = 16  # in steps that are one graph
 PROMPT_SLOTS, PROMPT_SHARE = 64, 1 / 32
 LEAST_AHEAD_SLOTS = 2  # for copies ahead in steps that are one graph, if the cache is not tiny
 POOLS = ("by-layer", "shared")
-# Default assignments: in planned steps, and in steps that are one graph if fetching does not pay,
-# and if it pays.
+# Default assignments: for planned steps, for steps that are one graph, and for these if fetching
+# pays.
 PLANNED_RULE, GRAPH_RULE, FETCHING_RULE = "balanced", "ready-on-gpu", "balanced-in-graph"
 # The prediction of steps that are one graph, which native code implements.
 GRAPH_PREDICTION = "regression"

@@ -77,7 +77,7 @@ class ExpertBatch:
     side: CallSide  # of the computing processor
     experts: Sequence[int]
     begin: Sequence[int]
-    # Of each routed token; int32, contiguous, on the host; may hold other batches' too.
+    # The token of each row: int32, contiguous, on the host. May include other batches' rows.
     tokens: Tensor
     first_token: int  # position of this batch's first token in `tokens`
 
