@@ -63,7 +63,7 @@ constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) {
 // Inner columns per task: whole quantisation groups, and few enough that a long prompt's rows stay
 // in the cache between projection and activation.
 constexpr std::int64_t kMaxTaskColumns = 128;
-// With few tokens a task takes more columns, because prefetching starts anew in each task.
+// With few tokens a task takes more columns, because prefetching starts again in each task.
 constexpr std::int64_t kFewTokens = 8;
 constexpr std::int64_t kMaxTaskTokens = 256;
 // Values of a token that are summed at a time.

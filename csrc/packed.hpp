@@ -72,8 +72,9 @@ constexpr std::uint8_t kE2m1Table[16] = {12, 13, 14, 15, 16, 18, 20, 24,
 // llama.cpp's kvalues_iq4nl, plus 127.
 constexpr std::uint8_t kIq4Table[16] = {0,   23,  44,  62,  78,  92,  105, 117,
                                         128, 140, 152, 165, 180, 196, 216, 240};
-// Numbers of grids without signs, then with signs. Half of IQ3_XXS's plus 31; IQ3_S's plus 15;
-// IQ2's plus 43; eight times IQ1's, plus one without the sign and minus one with it, plus 9.
+// Unsigned codes of the grids' numbers, first without the sign bit, then with it: half of IQ3_XXS's
+// number plus 31, IQ3_S's plus 15, IQ2's plus 43, and eight times IQ1's plus 9, to which the sign
+// bit adds -1 if it is set and 1 otherwise.
 constexpr std::uint8_t kIq3XxsTable[16] = {33, 37, 41, 45, 49, 53, 57, 62,
                                            29, 25, 21, 17, 13, 9,  5,  0};
 constexpr std::uint8_t kIq3STable[16] = {16, 18, 20, 22, 24, 26, 28, 30,

@@ -273,7 +273,8 @@ bool is_near(const std::vector<float>& actual, const std::vector<float>& wanted,
   return std::sqrt(error / size) < limit;
 }
 
-// Runs a prompt of one row, then steps of all rows; returns false at the first difference.
+// Runs a prompt of one row, then steps with a token for each row. Returns false at the first
+// difference.
 bool agrees(Random& random, const Shape& s, const std::string& isa) {
   tandem::ExpertEngine threads(static_cast<int>(random.between(1, 3)), "portable");
   tandem::AttentionEngine engine(threads.pool(), isa);

@@ -343,7 +343,7 @@ bool blocks_agree(Random& random, tandem::Program& program) {
   return true;
 }
 
-// A large product that the threads share, in place of one of its operands.
+// Multiplies large tensors, which threads share, and writes the result over one of them.
 bool many_agree(Random& random, tandem::Program& program) {
   const Four sizes{1, random.between(1, 5), random.between(1, 2), random.between(20000, 70000)};
   const Strided a(random, sizes), b(random, sizes);

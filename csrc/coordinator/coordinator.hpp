@@ -17,7 +17,7 @@
 // Each layer has a state word that says who answers it. Within a step it only advances:
 //
 //   open -> taken             by the answering thread, when it sees the doorbell
-//   open or taken -> closed   by whoever may write `done`: the thread after the results, or the
+//   open or taken -> closed   by the writer of `done`: the thread after the results, or the
 //                             watchdog with an error
 //
 // One thread calls `begin_step`, `finish_step` and `abort_step` in turn, and `records` in between.

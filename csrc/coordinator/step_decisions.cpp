@@ -59,7 +59,7 @@ void StepDecisions::note(const LayerRecord& record) {
   policy_->warm_up(next);
 }
 
-// Called also after a lost step: experts that got a slot are copied there all the same.
+// Called also after a lost step: experts that got a slot are copied there anyway.
 void StepDecisions::end_step() {
   has_begun_ = false;
   if (policy_ == nullptr) return;

@@ -24,7 +24,7 @@ _LAYERS = re.compile(r"(.*_)?layers|n_layer|depth")
 _NUMBER = re.compile(r"(?<!experts)\.(\d{1,9})(?![^.])")
 # Not sizes; published configs have values beyond 10^10.
 _UNBOUNDED = re.compile(r".*(theta|base|max_length)")
-# Tiny models have fewer tensors than some keys that have nothing to do with their layers.
+# In tiny models, keys unrelated to the number of layers may exceed the number of tensors.
 _FEW_LAYERS = 256
 # The limit for numbers that size no tensor, such as positions and bases of rotary embeddings.
 _MOST_OF_ANYTHING = 1 << 31

@@ -31,7 +31,7 @@ _LEAST_KNOWN = 1
 # is typical of published rates of MTP layers and draft models.
 _DECAY, _PRIOR, _PRIOR_WEIGHT = 0.998, 0.7, 5.0
 _COMMON_WEIGHT = 40.0
-# Drafted tokens are grouped by the drafter's sureness, in tenths; each group has its own rate.
+# Drafted tokens are grouped by the drafter's confidence, in tenths; each group has its own rate.
 _SURENESSES, _SURENESS_WEIGHT = 10, 10.0
 # A token with this chance is drafted however fast steps without drafts are.
 _LIKELY = 0.9
