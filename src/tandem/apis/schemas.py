@@ -32,9 +32,9 @@ _TIERS = {"priority": -1, "flex": 1}
 
 _UNSUPPORTED = {
     "best_of": Unsupported((1,), "ask for several answers with n, and choose among them"),
-    "suffix": Unsupported(("",), "this server's model goes on with a text and fills no gaps"),
+    "suffix": Unsupported(("",), "this server's model continues texts and does not fill gaps"),
     "use_beam_search": Unsupported((False,), "leave it out"),
-    "verbosity": Unsupported(("medium",), "say in the prompt how long the answer is to be"),
+    "verbosity": Unsupported(("medium",), "say in the prompt how long the answer should be"),
     "audio": Unsupported((), "this server's model writes text only"),
     "functions": Unsupported(([],), "describe them in tools"),
     "function_call": Unsupported(("none", "auto"), "name the tool in tool_choice"),

@@ -116,8 +116,8 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
     own = text_class(shape.model_type)
     if own is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
-            f"Transformers builds no text model of {shape.model_type} by itself, so no copy of it "
-            "can be measured; tandem plan --no-measure leaves speeds out"
+            f"Transformers cannot build a text model of {shape.model_type}, so its speed cannot be "
+            "measured; tandem plan --no-measure leaves speeds out"
         )
     with torch.device("meta"):
         if own is not None:

@@ -25,7 +25,7 @@ def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterato
     if any(layer.arrivals.num_spare for layer in runtime.store):
         raise UnsupportedModelError(
             f"routers of {type(model).__name__} also choose experts without weights, which return "
-            "their input, and a trace holds none such; record another model"
+            "their input, and a trace cannot contain those; record another model"
         )
     inner, own = runtime.executor, runtime.look_ahead
     ahead: LookAhead | str

@@ -73,7 +73,7 @@ def require_readable_config(directory: Path, model_type: str) -> None:
     """Let Transformers parse a config.json of a model type that it knows; raises `ModelError`."""
     from transformers import AutoConfig
 
-    with foreign_errors(f"{directory}/config.json cannot be a {model_type}'s"):
+    with foreign_errors(f"{directory}/config.json is not a config of {model_type}"):
         AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
 
 

@@ -41,12 +41,12 @@ def require_no_foreign_code(file: Path, content: JsonObject) -> None:
             _require_local_implementation(file, key, value)
         elif key in _REFUSED and value:
             raise ModelError(
-                f"{file} has {key} {shown(value)}, by which Transformers would {_REFUSED[key]}; "
+                f"{file} has {key} {shown(value)}, with which Transformers would {_REFUSED[key]}; "
                 "remove that line"
             )
         elif key == "architecture" and isinstance(value, str) and _TIMM_HUB.match(value):
             raise ModelError(
-                f"{file} has {key} {shown(value)}, by which Transformers would fetch another "
+                f"{file} has {key} {shown(value)}, with which Transformers would fetch another "
                 "model; remove that line"
             )
 

@@ -60,8 +60,7 @@ def find_model_path(model: str | Path, options: HubOptions | None = None) -> Pat
     hub_id = _HUB_ID.fullmatch(name)
     if hub_id is None or Path(model).parent.is_dir():
         raise ModelError(
-            f"{name} is not a directory, nor a .gguf file that is here; expected one of them or a "
-            "hub id"
+            f"{name} is not a directory or a .gguf file; expected one of them or a hub id"
         )
     if hub_id["tag"] is not None:
         return _download_gguf(hub_id["name"], hub_id["tag"], options)
@@ -160,12 +159,12 @@ def _from_hub(name: str, options: HubOptions, ask: Callable[[], _Answer]) -> _An
     except LocalEntryNotFoundError as error:
         raise _not_here(name, options) from error
     except HFValidationError as error:
-        raise ModelError(f"{name} is no hub id ({error}); expected OWNER/NAME") from error
+        raise ModelError(f"{name} is not a hub id ({error}); expected OWNER/NAME") from error
     except HfHubHTTPError as error:
         last_line = str(error).strip().splitlines()[-1]
         raise ModelError(
-            f"the hub does not give {name}: {last_line}; check the id and the revision, and for a "
-            "gated model log in (hf auth login) or pass a token"
+            f"the hub refuses to send {name}: {last_line}; check the id and the revision, and for "
+            "a gated model log in (hf auth login) or pass a token"
         ) from error
     except Exception as error:  # the system's, or one that the hub's versions change
         why = first_line(error)

@@ -53,7 +53,7 @@ def require_as_published(directory: Path, name: str, wanted: Sequence[str]) -> N
     if missing:
         raise ModelError(
             f"{name} lacks {_shown(missing)}, which its {SUMS_FILE} names: run the same command "
-            "again, and if it says the same, tell who published it"
+            "again, and if that does not help, tell the publisher"
         )
     mark, state = directory / _CHECKED_FILE, _state(directory, sums)
     if mark.is_file() and mark.read_text(encoding="utf-8", errors="replace") == state:
@@ -63,9 +63,9 @@ def require_as_published(directory: Path, name: str, wanted: Sequence[str]) -> N
         for file in [*damaged, SUMS_FILE]:  # the list of checksums may itself be damaged
             _remove(directory / file)
         raise ModelError(
-            f"{name} was downloaded with other bytes than its {SUMS_FILE} says in "
-            f"{_shown(damaged)}, which is removed: run the same command again to download it, and "
-            "if it says the same, tell who published it"
+            f"{name} was downloaded, but {_shown(damaged)} does not match its {SUMS_FILE} and was "
+            "removed: run the same command again to download it, and if that does not help, tell "
+            "the publisher"
         )
     with contextlib.suppress(OSError):  # if this fails, files are compared each time
         mark.write_text(state, encoding="utf-8")

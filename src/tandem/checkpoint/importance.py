@@ -51,7 +51,7 @@ class Importance:
         """Raise `ConfigError` if the file knows none of these parameters."""
         if not any(self._find(parameter) for parameter in parameters):
             raise ConfigError(
-                f"{self._path} knows no matrix of this model; give the importance of this model "
+                f"{self._path} has no matrix of this model; give the importance of this model "
                 "(tandem importance MODEL)"
             )
 
@@ -113,7 +113,7 @@ def _open_own(path: Path) -> Importance:
         file: Any = safe_open(path, framework="pt")
         if (file.metadata() or {}).get("format") != _FORMAT:
             raise FileFormatError(
-                f"{path} holds no importance; give a file of tandem importance, or an imatrix of "
+                f"{path} has no importance; give a file of tandem importance, or an imatrix of "
                 "llama.cpp"
             )
         names = set(file.keys())

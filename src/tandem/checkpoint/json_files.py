@@ -109,4 +109,4 @@ def _require_encodable(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise DamagedJsonError(f"{ascii(text)[:_LONGEST_SHOWN]} is no text") from None
+        raise DamagedJsonError(f"{ascii(text)[:_LONGEST_SHOWN]} is not text") from None

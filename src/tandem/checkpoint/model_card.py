@@ -68,7 +68,7 @@ def read_reports(files: Sequence[str]) -> list[JsonObject]:
             report = None
         if not isinstance(report, dict) or not report.keys() & {"perplexity", "milliseconds"}:
             raise ConfigError(
-                f"--measured: the last line of {file} is no report; give what tandem quality "
+                f"--measured: the last line of {file} is not a report; give what tandem quality "
                 "--json or tandem bench --json printed"
             )
         found.append(report)

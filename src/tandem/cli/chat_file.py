@@ -38,6 +38,6 @@ def load_chat(file: Path) -> "list[Message]":
         chat = [{"role": "", "content": ""}]
     for message in chat:
         if message["role"] not in _ROLES or not isinstance(message["content"], str):
-            raise FileFormatError(f"{file} holds no chat; expected {_EXPECTED}")
+            raise FileFormatError(f"{file} is not a chat; expected {_EXPECTED}")
         require_text(message["content"], str(file))
     return chat

@@ -92,7 +92,7 @@ def run(flags: argparse.Namespace) -> int:
     found = find_model(from_flags(ModelChoice, flags), quiet=options.quiet)
     file = Path(found.model)
     if file.suffix != ".gguf":
-        raise ConfigError(f"{file.name} is no GGUF file, which llama.cpp and Tandem both read")
+        raise ConfigError(f"{file.name} is not a GGUF file, which llama.cpp and Tandem both read")
     cpu = detect_cpu()
     setting = Setting(
         gguf=file, threads=options.threads or cpu.num_threads, prompt=options.prompt,

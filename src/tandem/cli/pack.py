@@ -124,7 +124,7 @@ def run(flags: argparse.Namespace) -> int:
             **formats,
         )
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
+        print("\ninterrupted; the same command continues where it stopped", file=sys.stderr)
         raise
     finally:
         if progress is not None:
@@ -176,8 +176,8 @@ def _say_what_lacks(origin: Origin) -> None:
     ]
     if lacks:
         print(
-            f"the card names no {' and no '.join(lacks)}: write them into its first lines before "
-            "you publish, then run tandem pack DIR --for-hub again"
+            f"the card has no {' and no '.join(lacks)}: write them into its first lines before you "
+            "publish it, then run tandem pack DIR --for-hub again"
         )
 
 

@@ -60,7 +60,9 @@ class PlanOptions:
         metavar="N",
     )  # fmt: skip
     host_path: str | None = option(
-        None, help="whose host costs of --profile count: segments, graph or none", metavar="NAME"
+        None,
+        help="path whose host costs of --profile are added: segments, graph or none",
+        metavar="NAME",
     )
     json: bool = option(False, help="print one JSON object on the last line of standard output")
 

@@ -60,9 +60,9 @@ def exhaustion(error: BaseException) -> CapacityError | None:
     if isinstance(error, OSError) and error.errno != errno.ENOMEM:
         return None  # streams may be "temporarily unavailable", too
     if any(sign in words for sign in _NO_THREAD):
-        what = "starts no more threads"
+        what = "cannot start more threads"
     elif isinstance(error, MemoryError) or any(sign in words for sign in _NO_MEMORY):
-        what = "gives no more memory"
+        what = "has no more memory"
     else:
         return None
     return CapacityError(

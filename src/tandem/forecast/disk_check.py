@@ -19,11 +19,11 @@ _WHAT = "model's disk"
 # seconds.
 _SLOW_BYTES_PER_SECOND = 0.4e9
 _SECONDS = 0.3  # per depth
-_CACHED = "what is read lies in the page cache too, which takes the memory of slots"
+_CACHED = "here the page cache holds a second copy of what is read, in memory that slots could use"
 _REMEDIES: dict[Reads, tuple[str, str]] = {
     "refused": ("the file system refuses O_DIRECT", f"put it on a local disk: {_CACHED}"),
     "silently buffered": (
-        "the file system takes O_DIRECT and buffers all the same",
+        "the file system accepts O_DIRECT but buffers anyway",
         f"put it on a local disk: {_CACHED}",
     ),
 }

@@ -98,7 +98,7 @@ def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
         return None
     if name not in _DTYPES:
         hint = nearest_names(name, ["auto", *_DTYPES])
-        raise ConfigError(f"{field} is {name!r}, which is no dtype of Tandem; {hint}")
+        raise ConfigError(f"{field} is {name!r}, which is not a dtype that Tandem knows; {hint}")
     return _DTYPES[name]
 
 

@@ -38,8 +38,8 @@ def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
     (device,) = devices
     if device is None:
         raise ConfigError(
-            f"device_map names {names!r}, where dense parts cannot be; pass a single device, such "
-            "as 'cuda' or 'cpu'"
+            f"device_map names {names!r}, which cannot hold the dense parts; pass a single device, "
+            "such as 'cuda' or 'cpu'"
         )
     if device.type == "cuda":
         kind_of("cuda").require()

@@ -74,8 +74,8 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
         )
     if not slots.is_direct:
         _warn(
-            f"the file system of {where} gives no reads past the system's page cache: experts from "
-            "it take twice their memory for a moment; put the model on a local disk"
+            f"the file system of {where} cannot bypass the page cache: experts that are read take "
+            "twice their memory for a moment; put the model on a local disk"
         )
     return True
 

@@ -211,7 +211,7 @@ def _name_projectors(file: Path) -> None:
     if found := projectors_beside(file):
         warnings.warn(
             f"{found[0].name} beside {file.name} reads images or sound for this model, and Tandem "
-            "does not read it: the model takes text alone; for images load its safetensors",
+            "does not read it: the model takes only text; for images load its safetensors",
             TandemWarning,
             stacklevel=4,
         )

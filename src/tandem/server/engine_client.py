@@ -46,7 +46,7 @@ _SNAPSHOTS = 4
 # After this many looks in a row without a message, the engine process counts as hung. Looks are
 # counted instead of seconds, because after a stop of this process its pipe is full of messages.
 _LOOKS = 8
-_LOST = "the model cannot be loaded; the server's log says why; mend that and restart the server"
+_LOST = "the model cannot be loaded; the server's log says why; fix that and restart the server"
 
 
 class TokenOutputs:
@@ -237,7 +237,7 @@ class EngineClient:
         if self._process is not None:
             await self._process.stop(is_patient=self.info is not None)
 
-    # ---- what comes from the engine process ------------------------------------------------------
+    # ---- messages from the engine process --------------------------------------------------------
 
     def _begin_process(self) -> None:
         self._process = EngineProcess(self._load, self._settings, self._take, self._ended)

@@ -182,7 +182,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.write(head + body)
         self.transport.close()
 
-    # ---- what comes ------------------------------------------------------------------------------
+    # ---- receiving -------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, unless they exceed a limit."""
@@ -286,9 +286,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that could not be parsed, and say what was wrong."""
-        self._end(self._problem or ApiError(400, "this is no HTTP/1.1 request"))
+        self._end(self._problem or ApiError(400, "this is not an HTTP/1.1 request"))
 
-    # ---- what goes -------------------------------------------------------------------------------
+    # ---- sending ---------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         self._connections.admit(self)

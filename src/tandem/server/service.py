@@ -310,7 +310,7 @@ def _deadline(request: Request) -> float | None:
     except ValueError:
         seconds = 0.0
     if seconds is not None and not 0 < seconds < math.inf:
-        raise ApiError(400, f"{_DEADLINE} is no number of seconds above 0", param=_DEADLINE)
+        raise ApiError(400, f"{_DEADLINE} is not a number of seconds above 0", param=_DEADLINE)
     return seconds
 
 

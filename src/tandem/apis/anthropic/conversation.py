@@ -137,7 +137,7 @@ def _address(block: ImageBlock) -> str:
         return f"data:{source.get('media_type', 'image')};base64,{data}"
     if kind == "url" and isinstance(url, str):
         return url
-    raise ApiError(400, "an image's source is none that is read here; send its data as base64")
+    raise ApiError(400, "this source of an image is not supported; send its data as base64")
 
 
 def _text(block: object) -> str:

@@ -35,7 +35,7 @@ _UNSUPPORTED = {
 
 _UNSUPPORTED_BY_GENERATE = {
     **_UNSUPPORTED,
-    "suffix": Unsupported(("",), "this server's model goes on with a text and fills no gaps"),
+    "suffix": Unsupported(("",), "this server's model continues texts and does not fill gaps"),
     "context": Unsupported(([],), "send the conversation to /api/chat"),
     **dict.fromkeys(("width", "height", "steps"), Unsupported((0,), _TEXT_ONLY)),
 }

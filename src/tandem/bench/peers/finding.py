@@ -44,7 +44,7 @@ def find_peer(wanted: str = LLAMA_CPP, path: str | None = None) -> Peer:
         return Peer(LLAMA_CPP, (program,), library is not None)
     if library is None:
         raise ConfigError(
-            f"llama.cpp is not here: neither {_BENCH} in PATH nor the package {_PACKAGE}; "
+            f"llama.cpp was not found: neither {_BENCH} in PATH nor the package {_PACKAGE}; "
             f"{INSTALL} (it compiles for this processor), or name {_BENCH} in --with"
         )
     return Peer(f"{LLAMA_CPP} ({_PACKAGE} {library})", (), has_library=True)

@@ -149,7 +149,7 @@ class LlamaCpp:
             lib.llama_memory_seq_add(memory, part, 0, -1, part * size)
             lib.llama_memory_seq_cp(memory, part, 0, -1, -1)
         if parts * size != lib.llama_memory_seq_pos_max(memory, 0) + 1:
-            raise OSError("llama.cpp's sequence has not the length that was asked for")
+            raise OSError("llama.cpp's sequence does not have the requested length")
         self._decode(context, 1, parts * size)  # rotates the copied keys to their positions
         lib.llama_memory_seq_rm(memory, 0, parts * size, -1)
 

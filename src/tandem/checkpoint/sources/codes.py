@@ -114,7 +114,7 @@ def stored_codes(
     kind, codes = fmt.name, coded.codes
     if fmt.encoding.element == "integer" and not fmt.encoding.super_cols:
         kind, codes = "int", codes.to(torch.int16) - fmt.encoding.offset
-    assert coded.scales is not None, "formats without scales hold no codes"
+    assert coded.scales is not None, "formats without scales have no codes"
     return Codes(
         kind, codes, coded.scales, input_order=input_order, minima=coded.minima,
         super_scales=coded.super_scales, super_minima=coded.super_minima,

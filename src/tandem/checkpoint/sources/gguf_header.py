@@ -153,11 +153,13 @@ def read_header(file: Path) -> GgufHeader:
             _check_part(part, of_part, files)
         fields = of_part | fields  # the first part wins
         if again := tensors.keys() & own.keys():
-            raise ModelError(_UNREADABLE.format(file=part, reason=f"{min(again)} is there twice"))
+            raise ModelError(_UNREADABLE.format(file=part, reason=f"{min(again)} occurs twice"))
         tensors |= own
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str) or len(architecture) > _LONGEST_NAME:
-        raise ModelError(_UNREADABLE.format(file=files[0], reason="it names no architecture"))
+        raise ModelError(
+            _UNREADABLE.format(file=files[0], reason="it does not name its architecture")
+        )
     header = GgufHeader(files[0], architecture, fields, tensors)
     if len(files) > 1 and (count := fields.get("split.tensors.count")) not in (None, len(tensors)):
         raise ModelError(
@@ -240,14 +242,14 @@ class _Reader:
         for _ in range(num_fields):  # the end of the data ends the loop if num_fields is wrong
             key = self._name("a name of its metadata")
             if key in fields:
-                raise _DamagedError(f"{key} is there twice")
+                raise _DamagedError(f"{key} occurs twice")
             fields[key] = self._value(self._scalar("I"), key)
         infos = [self._tensor_info() for _ in range(self._counted(num_tensors, 24, "tensors"))]
         begin = _aligned(self._at, fields.get("general.alignment", _ALIGNMENT))
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in infos:
             if name in tensors:
-                raise _DamagedError(f"{name} is there twice")
+                raise _DamagedError(f"{name} occurs twice")
             tensors[name] = self._tensor(name, shape, kind, begin + offset)
         return fields, tensors
 
@@ -264,7 +266,7 @@ class _Reader:
     def _counted(self, count: int, least_bytes: int, what: str) -> int:
         """Return the number of items of this many bytes each; raises if they exceed the file."""
         if count * least_bytes > self._size - self._at:
-            raise _DamagedError(f"it says that it has {count} {what}, and ends before them")
+            raise _DamagedError(f"it should have {count} {what}, but ends before them")
         return count
 
     def _name(self, what: str) -> str:
@@ -280,7 +282,7 @@ class _Reader:
         try:
             return self._take(length, what).decode()
         except UnicodeDecodeError as error:
-            raise _DamagedError(f"{what} is no text") from error
+            raise _DamagedError(f"{what} is not text") from error
 
     def _value(self, kind: int, key: str) -> Value:
         if kind in _SCALARS:
@@ -343,7 +345,9 @@ def _kind(name: str, kind: int) -> tuple[int, int, IntEnum]:
     try:
         found = GGMLQuantizationType(kind)
     except ValueError as error:
-        raise _DamagedError(f"{name} is of type {kind}, which the gguf package has not") from error
+        raise _DamagedError(
+            f"{name} is of type {kind}, which the gguf package does not know"
+        ) from error
     block, kind_bytes = GGML_QUANT_SIZES[found]
     return block, kind_bytes, found
 

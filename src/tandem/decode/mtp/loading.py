@@ -74,7 +74,7 @@ def load_mtp(
 
 def _in_directory(model: PreTrainedModel, path: Path) -> list[_StoredLayer]:
     if not (path / "config.json").exists():
-        raise UnsupportedModelError(f"{path} is no directory of safetensors, and no GGUF file")
+        raise UnsupportedModelError(f"{path} is neither a directory of safetensors nor a GGUF file")
     # The user has already allowed the code of a model that brings its own.
     brings_code = type(model).__module__.startswith("transformers_modules")
     checkpoint = open_checkpoint(path, may_run_code=brings_code)

@@ -86,7 +86,7 @@ def require_cuda(probe: Probe | None = None, index: int = 0) -> Gpu:
     built_for = probe.built_for()
     if built_for and not any(_runs_on(gpu.capability, name) for name in built_for):
         raise CapacityError(
-            f"{has}, and this torch has kernels for {', '.join(built_for)} alone; install a build "
+            f"{has}, and this torch has kernels only for {', '.join(built_for)}; install a build "
             f"of torch for older GPUs, {otherwise}"
         )
     return gpu

@@ -82,7 +82,7 @@ class CudaDevice(Device):
                 left = format_bytes(self.memory().free_bytes)
                 raise OutOfDeviceMemoryError(
                     f"{self.streams.name} has {left} left for Tandem and {format_bytes(num_bytes)} "
-                    "were asked for; lower gpu_memory"
+                    "were requested; lower gpu_memory"
                 ) from error
         # The model's stream may just have freed this memory, and copies run on another stream.
         self.streams.synchronize()

@@ -164,8 +164,8 @@ def share_of(memory_bytes: int, sizes: Sequence[int], counts: Sequence[int]) -> 
     room = memory_bytes - shared
     if room < 0:
         raise CapacityError(
-            f"{format_bytes(memory_bytes)} of memory are there for experts on the disk, and "
-            f"{format_bytes(shared)} are the least; free memory, or give more as expert_memory"
+            f"experts on the disk have {format_bytes(memory_bytes)} of memory and need at least "
+            f"{format_bytes(shared)}; free memory, or give more as expert_memory"
         )
     return min(1.0, room / sum(size * count for size, count in zip(sizes, counts, strict=True)))
 

@@ -74,8 +74,8 @@ class KeptElsewhere(nn.Parameter):
 
 def _refuse_to_adapt() -> NoReturn:
     raise ConfigError(
-        "an adapter was asked for on experts that Tandem computes, which it would not reach; name "
-        "other modules, such as target_modules=['q_proj', 'v_proj'], instead of 'all-linear'"
+        "an adapter cannot change experts, because Tandem computes them; name other modules, such "
+        "as target_modules=['q_proj', 'v_proj'], instead of 'all-linear'"
     )
 
 

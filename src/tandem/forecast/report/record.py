@@ -48,11 +48,11 @@ def require_writable(path: Path, first_line: str, kind: str) -> None:
     A file that begins with `first_line`, of this `kind`, may be overwritten.
     """
     if not path.parent.is_dir():
-        raise ConfigError(f"{path.parent} is no directory; make it, or name another file")
+        raise ConfigError(f"{path.parent} is not a directory; make it, or name another file")
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; name a file in it")
     if path.exists() and not _begins_with(path, first_line):
-        raise ConfigError(f"{path} is there already and is no {kind}; name another file")
+        raise ConfigError(f"{path} exists already and is not a {kind}; name another file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{path} cannot be written; name a file in a directory of yours")
 

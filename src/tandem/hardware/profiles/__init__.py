@@ -52,7 +52,7 @@ def _profile_in(text: str) -> str:
             f"the datapoint's format is {values[DATAPOINT]!r}; expected {DATAPOINT_FORMAT}"
         )
     if values.get("profile") is None:
-        raise ConfigError("the datapoint holds no profile: nothing was measured there")
+        raise ConfigError("the datapoint has no profile: nothing was measured there")
     return json.dumps(values["profile"])
 
 

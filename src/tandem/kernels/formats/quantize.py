@@ -51,7 +51,7 @@ def quantize(
     """
     if fmt.kind.startswith("iq1"):
         raise ModelError(
-            f"{name} is to be rounded to {fmt.name}, and only files that have it are read into it; "
+            f"{name} cannot be rounded to {fmt.name}, which is only read from files that have it; "
             "choose another format, such as iq2_xxs, iq2_s or iq3_s"
         )
     if fmt.group_size is None:
