@@ -360,7 +360,6 @@ void bind_routed(nb::module_& m) {
       });
 }
 
-// A sampler and its rule.
 struct RuledSampler {
   TokenSampler sampler;
   SamplingRule rule;

@@ -305,7 +305,6 @@ void to_fp16(const float* values, std::int64_t count, std::uint16_t* out) {
   store_values(values, count, ValueType::kFp16, out);
 }
 
-// Activations from a token on.
 Activations from_token(Activations x, std::int64_t t) {
   if (x.quantized != nullptr) x.quantized += t * x.stride;
   if (x.scales != nullptr) x.scales += t * x.group_stride;

@@ -54,7 +54,6 @@ void append_key(const KvLayout& layout, std::uint8_t* blocks, std::int64_t posit
                 const float* key);
 void append_value(const KvLayout& layout, std::uint8_t* blocks, std::int64_t position,
                   const float* value);
-// Writes a joint key.
 void write_joint(const KvLayout& layout, std::uint8_t* to, const float* key);
 
 }  // namespace tandem

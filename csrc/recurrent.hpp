@@ -120,7 +120,6 @@ struct PreparedTokens {
 };
 
 struct RecurrentKernels {
-  // Convolves some channels of a segment.
   void (*convolve)(const ShortConvolution& call, const StateSegment& segment,
                    std::int64_t first_channel, std::int64_t num_channels);
   // Prepares one token's queries, keys and decays, in row `t` of the memory in `to`.

@@ -30,7 +30,6 @@ struct Operand {
   float scalar;
 };
 
-// An output.
 struct Target {
   ElementType type;
   void* data;

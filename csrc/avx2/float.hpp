@@ -306,7 +306,6 @@ void multiply_float(const Product& p, std::int64_t begin, std::int64_t end,
   many_float_tokens<F>(p, begin, end, num_tokens);
 }
 
-// Multiplies a floating-point format.
 inline void multiply_floats(const Product& p, std::int64_t begin, std::int64_t end,
                             std::int64_t num_tokens) {
   end = last_block(end, p.num_rows);

@@ -168,7 +168,6 @@ double bias_of(const Shape& s, const Step& step, std::int64_t at, std::int64_t d
   return sum;
 }
 
-// Computes attention of one token and head.
 void attend(const Shape& s, const History& history, const Step& step, std::size_t token,
             std::int64_t head, const float* query, float* out) {
   const std::int64_t row = step.rows[token], position = step.positions[token];

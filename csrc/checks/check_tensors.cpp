@@ -86,7 +86,6 @@ bool is_near(float actual, float wanted, ElementType type) {
   return std::fabs(actual - wanted) <= tolerance * std::max(1.0f, std::fabs(wanted));
 }
 
-// Values and their strides.
 struct Strided {
   Tensor tensor;
   Four strides;

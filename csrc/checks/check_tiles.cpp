@@ -33,7 +33,6 @@ constexpr int kRounds = 120;
 // All formats that tiles multiply.
 constexpr Format kFormats[] = {Format::kBf16, Format::kInt8, Format::kInt4, Format::kInt4Zero};
 
-// The first token alone.
 Case one_token(const Case& c) {
   Case one = c;
   one.num_tokens = 1;

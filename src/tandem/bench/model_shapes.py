@@ -226,7 +226,6 @@ MODEL_SHAPES = {
 }  # fmt: skip
 
 
-# Shapes of models without experts.
 DENSE_SHAPES = {
     "qwen3-8b": ModelShape(
         "qwen3",

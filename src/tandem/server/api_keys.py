@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.core.errors import ConfigError
 
-# Key in a request's state: the owner.
+# Key of the owner in a request's state.
 OWNER = "owner"
 _OWNER_BYTES = 16
 

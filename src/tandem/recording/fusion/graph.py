@@ -114,7 +114,6 @@ class Graph:
         return [operation for operation in found if operation is not None]
 
 
-# Finds groups of operations in a graph.
 Finder = Callable[[Graph], Iterator[Found]]
 
 
