@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::int64_t kKeysOfTask = 256;
 
-// Writes the indices of the `most` greatest scores; there are more.
+// Writes the indices of the `most` greatest scores; `count` must be larger.
 void select_greatest(float* scores, std::int64_t count, std::int64_t most, std::int32_t* out) {
   for (std::int64_t i = 0; i < count; ++i)
     if (std::isnan(scores[i])) scores[i] = INFINITY;

@@ -27,8 +27,8 @@ constexpr std::uint64_t next_task(std::uint64_t ticket) { return ticket & kTaskM
 constexpr std::uint64_t num_tasks(std::uint64_t ticket) { return (ticket >> kTaskBits) & kTaskMask; }
 constexpr std::uint64_t job_number(std::uint64_t ticket) { return ticket >> (2 * kTaskBits); }
 
-// How long a thread spins before it sleeps. After a job 10 microseconds, shorter than a busy
-// machine would notice; after an announcement, longer than preparing a job takes.
+// How long a thread spins before it sleeps. After a job the time is short, so that other programs
+// hardly lose any; after an announcement it is longer than preparing a job takes.
 constexpr std::chrono::microseconds kAfterJob{10};
 constexpr std::chrono::microseconds kAfterWake{100};
 

@@ -21,7 +21,7 @@ from tandem.kernels import _native
 from tandem.kernels.memory import allocate_buffers
 from tandem.policy.plan import Geometry
 
-# Reads at once, and bytes of each: a disk of 2 GB/s reaches its rate from 4 MB under way on.
+# Reads at once, and bytes of each: a disk of 2 GB/s needs 4 MB under way to reach its rate.
 READERS = 8
 _PIECE_BYTES = 1280 << 10
 # Slots for experts of any layer that only pass through: those not admitted, and those of a prompt's
