@@ -1,7 +1,8 @@
-// The tiles of AMX, which the system lends to a process that asks for them. For files that are compiled
-// for AVX-512 alone.
+// The tiles of AMX, which the system grants to a process on request. Only for files compiled for
+// AVX-512.
 //
-// Some compilers do not know that loading a tile reads memory: `see_memory` makes them write it before.
+// Some compilers do not know that loading a tile reads memory. `see_memory` forces earlier stores
+// to be written.
 #pragma once
 
 #include <immintrin.h>

@@ -8,21 +8,23 @@
 namespace tandem {
 namespace {
 
-// Positions that are summed by themselves before they are merged with the others, in their order:
-// always the same ones, however the work is shared out, so that a token's result does not depend on
-// what else is in the batch. A task reads at least one segment: below it, merging costs more than a
-// second thread saves.
+// Positions of a segment are summed by themselves and then merged in order. Segments are the same
+// however the work is distributed, so a token's result does not depend on what else is in the
+// batch. A task reads at least one segment: for less, merging costs more than a second thread
+// saves.
 constexpr std::int64_t kSegment = 512;
-// Of keys that lie alone, which all heads have: so many rows that fewer keys are enough work.
+// The same for joint keys. All heads share them, so a segment has many query rows and fewer keys
+// are enough work.
 constexpr std::int64_t kJointSegment = 256;
 constexpr std::int64_t kAttentionTasksPerThread = 4;
-// Query rows of a prompt's tile: they read a chunk of keys and values while it is in the cache.
+// Query rows of a prompt's tile. They share each chunk of keys and values while it is in the cache.
 constexpr std::int64_t kTileRows = 64;
-// More keys and values than this are appended by all threads: each goes to lines of its own.
+// If a call appends more keys and values than this, all threads share the work: each is written to
+// its own cache lines.
 constexpr std::int64_t kManyHeads = 32;
-// More selected positions than this are marked by all threads.
+// If a call selects more positions than this, all threads share the marking.
 constexpr std::int64_t kManySelected = 1 << 14;
-constexpr std::int64_t kMostPositions = std::int64_t{1} << 31;  // of a row that is a ring
+constexpr std::int64_t kMostPositions = std::int64_t{1} << 31;  // positions of a ring
 
 const AttentionKernel& choose_attention([[maybe_unused]] const std::string& isa) {
 #if defined(__x86_64__)
@@ -49,7 +51,7 @@ void begin_partial(const PartialAttention& partial, std::int64_t rows, std::int6
   std::fill_n(partial.weighted, rows * width, 0.0f);
 }
 
-// Head `head` of row `row`, in blocks of `block_bytes`.
+// Offset of a head's blocks in a row of the cache.
 std::int64_t head_offset(const AttentionCall& call, std::int64_t row, std::int64_t head,
                          std::int64_t block_bytes) {
   return (row * call.num_kv_heads + head) * call.capacity_blocks * block_bytes;
@@ -88,7 +90,7 @@ void append_compressed(const AttentionCall& call) {
   }
 }
 
-// Adds the softmax of the positions that follow to a row's.
+// Merges the softmax of the positions that follow into a row's.
 void merge_row(const PartialAttention& total, const PartialAttention& next, std::int64_t row,
                std::int64_t width) {
   float* weighted = total.weighted + row * width;
@@ -109,7 +111,7 @@ float sink_of(const AttentionCall& call, std::int64_t token, std::int64_t head) 
   return sink;
 }
 
-// Writes the results of one query row: its weighted sums over their sum.
+// Writes the result of one query row: its weighted sums divided by the sum of weights.
 void finish_row(const AttentionCall& call, const PartialAttention& total, std::int64_t row,
                 std::int64_t token, std::int64_t head) {
   const std::int64_t width = call.layout.value_width();
@@ -148,7 +150,7 @@ void require_inside(const AttentionCall& call) {
   }
 }
 
-// Sets the bits of a block's positions before `end`, if there is such a block.
+// Sets the bits of a block's positions before `end`; does nothing if there is no such block.
 void mark_block(std::uint64_t* words, std::int64_t number, std::int64_t block, std::int64_t end) {
   if (number < 0 || number > end / block) return;
   const std::int64_t last = std::min((number + 1) * block, end);
@@ -159,7 +161,7 @@ void mark_block(std::uint64_t* words, std::int64_t number, std::int64_t block, s
   }
 }
 
-// Of the tile that a thread works on.
+// The rows of the tile that this thread works on.
 TileRows& queries() {
   thread_local TileRows rows;
   return rows;
@@ -181,7 +183,7 @@ void AttentionEngine::append(const AttentionCall& call) {
   if (call.compressed.ratio > 0) append_compressed(call);
 }
 
-// Null where all is seen.
+// Returns null if the token sees all positions.
 std::uint64_t* AttentionEngine::marks_of(const AttentionCall& call, std::int64_t token,
                                          std::int64_t kv_head) {
   if (call.is_joint || !sees_some(call, token, kv_head)) return nullptr;
@@ -266,7 +268,7 @@ void AttentionEngine::run(const AttentionCall& call) {
   if (static_cast<std::int64_t>(parts_.size()) < needed) parts_.resize(needed);
   pool_.run(static_cast<std::int64_t>(tasks_.size()),
             [&](std::int64_t i) { attend(call, tasks_[i]); });
-  // A merge takes a microsecond or two: waking threads for a few of them would cost more.
+  // A merge takes a microsecond or two, so waking threads would cost more.
   for (const Tile& tile : tiles_) {
     if (tile.num_parts == 0) continue;
     const PartialAttention total = part(call, tile.first_part);
@@ -274,7 +276,7 @@ void AttentionEngine::run(const AttentionCall& call) {
       merge(call, tile, total, part(call, tile.first_part + i));
     finish(call, tile, total);
   }
-  pool_.wake();  // the output projection comes next
+  pool_.wake();  // threads wake up for the output projection, which comes next
 }
 
 void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
@@ -282,7 +284,7 @@ void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
   const std::int64_t rows = tile.num_tokens * heads_of(call), width = call.layout.value_width();
   queries().fill(call, tile.first_token, tile.num_tokens, tile.kv_head,
                  [&](std::int64_t token) { return marks_of(call, token, tile.kv_head); });
-  thread_local std::vector<float> own;  // the tile's total, and the segment to be merged with it
+  thread_local std::vector<float> own;  // the tile's total, and the next segment's result
   own.resize(2 * part_values(call, rows));
   const bool is_whole = task.part < 0;
   const PartialAttention total = partial_at(own.data(), rows);
@@ -296,7 +298,7 @@ void AttentionEngine::attend(const AttentionCall& call, const Task& task) {
   if (is_whole) finish(call, tile, total);
 }
 
-// Of a tile whose queries this thread has filled.
+// The thread has filled `queries()` for this tile.
 void AttentionEngine::attend_segment(const AttentionCall& call, const Tile& tile,
                                      std::int64_t segment, const PartialAttention& partial) {
   const TileRows& rows = queries();

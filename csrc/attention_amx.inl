@@ -1,13 +1,13 @@
-// bf16 attention on the tiles of AMX: an instruction multiplies 16 query rows by 32 values of 16
-// positions, or by 32 positions of 16 values, whose dwords lie as a tile wants them already. Included
-// by attention_avx512.cpp after Bf16Math, whose packed queries and weights it uses.
+// bf16 attention on AMX's tiles. One instruction multiplies 16 query rows by 32 values of 16
+// positions, or by 32 positions of 16 values; the cache's dwords already have a tile's layout.
+// Included by attention_avx512.cpp after Bf16Math, whose packed queries and weights it uses.
 //
-// The order of additions is the tiles' own, so a layer is computed by them always or never.
+// Tiles add in an order of their own, so a layer uses them either always or never.
 
-// Tiles by number, which the instructions want as literals: 0 and 1 the left side (query rows), 2 the
-// right side (16 dwords of 16 positions or values), 4 to 7 sums.
-constexpr std::int64_t kTileBytes = 64;   // of a tile's row
-constexpr std::int64_t kTileValues = 32;  // bf16 values of it
+// Instructions take tile numbers as literals: 0 and 1 are the left side (query rows), 2 the right
+// side (16 dwords of 16 positions or values), 4 to 7 the sums.
+constexpr std::int64_t kTileBytes = 64;  // bytes per row of a tile
+constexpr std::int64_t kTileValues = 32;  // bf16 values per row of a tile
 
 #define TANDEM_ADD_BLOCK(sum, from)                                   \
   do {                                                                \
@@ -45,7 +45,7 @@ class AmxMath : public Bf16Math {
     }
     constexpr std::int64_t kStride = kKvChunk * 4;
     _tile_stored(4, scores, kStride);
-    _tile_stored(5, scores + kKvBlock, kStride);  // zeros behind the last block
+    _tile_stored(5, scores + kKvBlock, kStride);  // zeros after the last block
     _tile_stored(6, scores + 2 * kKvBlock, kStride);
     _tile_stored(7, scores + 3 * kKvBlock, kStride);
   }
@@ -77,7 +77,7 @@ class AmxMath : public Bf16Math {
     for (int line = 0; line < 16; ++line) prefetch(first + line * stride);
   }
 
-  // Loads the dwords of 16 values of two blocks' positions; of one alone, with zeros behind them.
+  // Loads the dwords of 16 values for two blocks' positions; for a single block, zeros follow.
   void load_values(Bytes values, std::int64_t blocks) {
     const std::int64_t stride = layout_.value_width() * 4;
     prefetch_lines(values + kChunkBlocks * layout_.value_block_bytes(), stride);

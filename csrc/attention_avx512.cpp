@@ -1,6 +1,6 @@
-// Attention with AVX-512: registers of 16 floats; bf16 and int8 caches are multiplied as they are,
-// by the instructions that add up products of two bf16 or four int8 values per lane; bf16 on the tiles
-// of AMX where there are some.
+// Attention with AVX-512: registers of 16 floats. bf16 and int8 caches are multiplied without
+// conversion, by the instructions that sum products of two bf16 or four int8 values per lane. bf16
+// uses AMX's tiles if there are any.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ namespace {
 
 using Bytes = const std::uint8_t*;
 
-// Memory for the packed queries of a tile; one tile at a time in a thread.
+// A thread's memory for the packed queries of its tile.
 std::uint8_t* query_memory(std::int64_t bytes) {
   thread_local std::vector<std::uint8_t> memory;
   if (static_cast<std::int64_t>(memory.size()) < bytes) memory.resize(bytes);
@@ -37,27 +37,27 @@ inline __m512i dword_of(const void* left) {
   return _mm512_set1_epi32(bits);
 }
 
-// The blocks of keys that R rows meet at once: enough sums to hide the multiplier's latency.
+// Blocks of keys that R rows multiply at a time: enough sums to hide the multiplier's latency.
 template <int R>
 constexpr int kBlocksAtOnce = R >= 8 ? 2 : 4;
-// The registers of values likewise.
+// The same for registers of values.
 template <int R>
 constexpr int kColumnsAtOnce = R >= 8 ? 2 : 4;
 
-// Values d..d+15 of a query, as far as it has them.
+// Values d..d+15 of a query, zeros beyond its end.
 inline __m512 load_query(const float* query, std::int64_t d, std::int64_t width) {
   const auto left = static_cast<unsigned>(std::min<std::int64_t>(16, width - d));
   return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), query + d);
 }
 
-// Asks for what lies a chunk ahead: the hardware follows a stream only to the end of a page, and
-// arithmetic and memory are to work at the same time.
+// Prefetches what is a chunk ahead. The hardware prefetcher stops at the end of a page, and
+// arithmetic should overlap with memory.
 inline void prefetch(Bytes data) {
   _mm_prefetch(reinterpret_cast<const char*>(data), _MM_HINT_T1);
 }
 
-// Cuts a chunk into what the registers hold sums for; `Own` multiplies so much: `score_blocks` and
-// `add_columns`.
+// Splits a chunk into pieces whose sums fit registers; `Own` multiplies a piece (`score_blocks` and
+// `add_columns`).
 template <class Own>
 class InRegisters {
  public:
@@ -175,7 +175,8 @@ class Bf16Math : public InRegisters<Bf16Math> {
 
 // ---- int8 ----
 
-// Queries are rounded to int8 by row, weights (times the values' scales) to 0..255 by row and chunk.
+// Queries are rounded to int8 per row; weights, times the values' scales, to 0..255 per row and
+// chunk.
 class Int8Math : public InRegisters<Int8Math> {
  public:
   Int8Math(const KvLayout& layout, const QueryTile& tile)
@@ -211,7 +212,7 @@ class Int8Math : public InRegisters<Int8Math> {
  private:
   friend class InRegisters<Int8Math>;
 
-  // The scale of codes, which cannot say NaN: sums say it.
+  // Codes cannot hold NaN, so their scale is NaN if a sum is.
   static float scale_or_nan(float scale, __m512 sums) {
     return _mm512_cmp_ps_mask(sums, sums, _CMP_UNORD_Q) ? NAN : scale;
   }

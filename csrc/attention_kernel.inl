@@ -1,11 +1,11 @@
-// The attention kernel for one width of registers; each instruction set's file includes it with
-// TANDEM_LANES (floats of a register) set, inside a namespace of its own, after vectors.inl.
+// The attention kernel for one width of registers. Each instruction set's file includes it, after
+// vectors.inl and inside its own namespace, with TANDEM_LANES set to the floats per register.
 //
-// Chunks of 64 positions meet up to 16 query rows at a time: their scores, the softmax, the
-// weighted sums of values. Both products are the same one: rows times packed dwords, whose lanes are
-// positions (of keys) or dimensions (of values); so no sum runs across a register.
+// Up to 16 query rows share a chunk of 64 positions: scores, softmax, weighted sums of values. Both
+// products multiply rows by packed dwords whose lanes are positions (for keys) or dimensions (for
+// values), so no sum runs across a register.
 
-constexpr std::int64_t kGroupRows = 16;                 // query rows that meet a chunk together
+constexpr std::int64_t kGroupRows = 16;  // query rows that share a chunk
 constexpr int kBlockVectors = kKvBlock / TANDEM_LANES;  // registers for a block's positions
 constexpr std::int64_t kChunkBlocks = kKvChunk / kKvBlock;
 
@@ -41,7 +41,7 @@ inline Vector part(Integers dwords, int j) {
   return v;
 }
 
-// sums[r][v] += left[r][k] * values k of the dwords, over `steps` dwords that are `step_bytes` apart.
+// sums[r][v] += left[r][k] * values k of `steps` dwords, which are `step_bytes` apart.
 template <KvType Type, bool IsKey, int R, int V>
 inline void multiply_fp32(const std::uint8_t* data, std::int64_t step_bytes, std::int64_t steps,
                           const float* left, std::int64_t stride, Vector (&sums)[R][V]) {
@@ -64,7 +64,7 @@ inline void multiply_fp32(const std::uint8_t* data, std::int64_t step_bytes, std
   }
 }
 
-// How a chunk's products are done for a tile: here in fp32.
+// How a tile multiplies a chunk; this one in fp32.
 template <KvType Type>
 class Fp32Math {
  public:
@@ -73,7 +73,8 @@ class Fp32Math {
   Fp32Math(const KvLayout& layout, const QueryTile& tile)
       : layout_(layout), query_(tile.query), width_(layout.key_width()) {}
 
-  // scores[r * kKvChunk + p] of R rows from `row` on and the positions of `blocks` blocks.
+  // Computes scores[r * kKvChunk + p] of R rows from `row` on, for the positions of `blocks`
+  // blocks.
   template <int R>
   void score(const std::uint8_t* keys, std::int64_t blocks, std::int64_t row,
              float* scores) const {
@@ -90,7 +91,7 @@ class Fp32Math {
     }
   }
 
-  // Makes ready the weights (kKvChunk) of one of a group's rows, in place.
+  // Prepares the weights (kKvChunk) of one row of a group, in place.
   void weigh(std::int64_t, float* weights, const std::uint8_t* values, std::int64_t blocks) {
     if constexpr (Type == KvType::kInt8) scale_weights(layout_, weights, values, blocks);
     (void)weights, (void)values, (void)blocks;
@@ -142,11 +143,11 @@ class Fp32Math {
   std::int64_t width_;
 };
 
-// ---- keys that lie alone, as blocks of keys and of values ----
+// ---- joint keys, spread into blocks of keys and of values ----
 
 using KeyRows = const std::uint8_t* [kKvBlock];
 
-// Dword g of row i becomes dword 16 g + i, with some bits turned.
+// Dword g of row i moves to dword 16 g + i, with the bits in `turned` flipped.
 #if TANDEM_LANES == 16
 inline void transpose_dwords(const KeyRows& rows, std::int64_t count, std::int32_t turned,
                              std::uint8_t* to) {
@@ -160,7 +161,7 @@ inline void transpose_dwords(const KeyRows& rows, std::int64_t count, std::int32
       b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
       b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
     }
-    // Then part p of a[i + c] is column 4 p + c of four rows from i on.
+    // After this, part p of a[i + c] is column 4 p + c of four rows from i on.
     for (int i = 0; i < 16; i += 4) {
       a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
       a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
@@ -194,7 +195,7 @@ inline void transpose_dwords(const KeyRows& rows, std::int64_t count, std::int32
 }
 #endif
 
-// Values d of `pack` rows become a dword.
+// Value d of `pack` rows becomes one dword.
 inline void interleave(const KvLayout& layout, const KeyRows& rows, std::uint8_t* to) {
   const std::int64_t width = layout.value_width();
   for (std::int64_t p = 0; p < kKvBlock; p += layout.pack(), to += width * 4) {
@@ -215,10 +216,11 @@ inline void interleave(const KvLayout& layout, const KeyRows& rows, std::uint8_t
   }
 }
 
-// A chunk of keys that lie alone, as blocks; one at a time in a thread.
+// Spreads a chunk of joint keys into blocks. A thread has one at a time.
 class SpreadChunk {
  public:
-  // The first kKvChunk of `count` keys, or as many as there are; zeros follow to the end of a block.
+  // Takes the first kKvChunk of `count` keys, or fewer if there are no more; zeros fill the last
+  // block.
   SpreadChunk(const KvLayout& layout, const std::uint8_t* const* keys, std::int64_t count)
       : key_block_bytes_(layout.key_block_bytes()) {
     thread_local std::vector<std::uint8_t> memory, zeros;
@@ -258,20 +260,20 @@ class SpreadChunk {
 
 #include "attention_softmax.inl"
 
-// ---- a tile with a head ----
+// ---- a tile with one head ----
 
 struct Group {
   std::int64_t first_row, num_rows;
   std::int64_t at;  // the chunk's first position
 };
 
-static_assert(kKvChunk == 64);  // a word has a bit for each
+static_assert(kKvChunk == 64);  // a word has one bit per position
 
 inline std::uint64_t lowest_bits(std::int64_t count) {
   return count == kKvChunk ? ~std::uint64_t{0} : (std::uint64_t{1} << count) - 1;
 }
 
-// The places of a chunk that a row sees, as bits.
+// The positions of a chunk that a row sees, as bits.
 inline std::uint64_t seen_of(const SeenByRow& row, std::int64_t at, std::int64_t end) {
   const auto before = [&](std::int64_t position) {
     return lowest_bits(std::clamp<std::int64_t>(position - at, 0, kKvChunk));

@@ -1,13 +1,13 @@
-// From a row's products with the keys of a chunk to the weights of its values; included by
+// Turns the products of a row with a chunk's keys into weights of its values. Included by
 // attention_kernel.inl.
 
-struct Running {  // one row's
+struct Running {  // of one row
   float* greatest;
   float* sum;
   float* weighted;
 };
 
-// Writes `value` at the places of a chunk that a row does not see.
+// Writes `value` at the positions of a chunk that a row does not see.
 inline void hide(float* scores, std::uint64_t seen, float value) {
   const std::int64_t first = std::countr_zero(seen), last = kKvChunk - std::countl_zero(seen);
   std::fill_n(scores, first, value);
@@ -16,12 +16,13 @@ inline void hide(float* scores, std::uint64_t seen, float value) {
   for (std::int64_t p = first; p < last; ++p) scores[p] = seen >> p & 1 ? scores[p] : value;
 }
 
-// Makes the scores of a row and the chunk that begins at position `at` of its products with the keys.
+// Turns a row's products with the keys of a chunk into scores; the chunk begins at position `at`.
 inline void scale_scores(float* scores, const QueryTile& tile, std::int64_t row, std::int64_t at) {
   const DistanceBias* bias = tile.bias;
   const std::int64_t dim = bias ? bias->dim : 0;
   const std::int64_t first = dim > 0 ? bias->first(tile.seen[row].end - 1, at) : 0;
-  const std::int64_t num_biased = first > 0 ? dim : 0;  // else all are beyond the extent
+  // Otherwise all positions are beyond the extent.
+  const std::int64_t num_biased = first > 0 ? dim : 0;
   for (std::int64_t p = 0; p < kKvChunk; p += TANDEM_LANES) {
     Vector score = load(scores + p) * tile.scale;
     for (std::int64_t j = 0; j < num_biased; ++j)
@@ -31,8 +32,8 @@ inline void scale_scores(float* scores, const QueryTile& tile, std::int64_t row,
   }
 }
 
-// Turns the scores of a row, which sees the places whose bit is set, into weights, and scales what has
-// been summed with a smaller greatest score.
+// Turns a row's scores into weights and rescales earlier sums if the greatest score grows. The row
+// sees the positions whose bit is set.
 inline void soften(float* scores, std::uint64_t seen, const Running& row, std::int64_t width) {
   if (seen == 0) {
     std::fill_n(scores, kKvChunk, 0.0f);
@@ -58,6 +59,6 @@ inline void soften(float* scores, std::uint64_t seen, const Running& row, std::i
     store(scores + p, weight);
     total += weight;
   }
-  *row.sum += sum_of(total);  // with e^-87 for each place that is not seen: nothing
+  *row.sum += sum_of(total);  // hidden positions add e^-87 each, which is nothing
   hide(scores, seen, 0.0f);
 }

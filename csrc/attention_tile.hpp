@@ -1,4 +1,4 @@
-// The query rows of a tile as the kernels take them, and what each of them sees.
+// The query rows of a tile in the kernels' form, and what each of them sees.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,14 @@ inline std::int64_t first_position(const AttentionCall& call, std::int64_t token
   return call.window > 0 ? std::max(of_chunk, position + 1 - call.window) : of_chunk;
 }
 
-// The positions that a token sees besides those of its window, from the row's first one on.
+// How many of a row's first positions a token sees besides its window.
 inline std::int64_t always_seen(const AttentionCall& call, std::int64_t token) {
   return call.always_seen ? call.always_seen[call.rows[token]] : 0;
 }
 
 inline std::int64_t heads_of(const AttentionCall& call) { return call.num_heads / call.num_kv_heads; }
 
-// Whether a token sees some alone of what `selected` is about: positions, or compressed keys.
+// Whether a token sees only some of what `selected` refers to: positions or compressed keys.
 inline bool sees_some(const AttentionCall& call, std::int64_t token, std::int64_t kv_head = 0) {
   return call.selected && *call.selected_by(token, kv_head) >= 0;
 }
@@ -51,7 +51,7 @@ void each_compressed(const AttentionCall& call, std::int64_t token, const F& f) 
     if (numbers[i] >= 0 && numbers[i] < seen) f(numbers[i]);
 }
 
-// Calls f with each key that a token sees where they lie alone: those of its window come first.
+// Calls f with each joint key that a token sees, those of its window first.
 template <typename F>
 void each_joint(const AttentionCall& call, std::int64_t token, const F& f) {
   for (std::int64_t p = first_position(call, token); p <= call.positions[token]; ++p)
@@ -59,11 +59,11 @@ void each_joint(const AttentionCall& call, std::int64_t token, const F& f) {
   each_compressed(call, token, [&](std::int64_t number) { f(compressed_key(call, token, number)); });
 }
 
-// The queries of a tile as the kernels take them: row t * heads + h for token t and head h.
+// The queries of a tile in the kernels' form: row t * heads + h for token t and head h.
 struct TileRows {
   std::vector<float> query, bias_states;
   std::vector<SeenByRow> seen;
-  std::vector<const std::uint8_t*> joint;  // where keys lie alone, those of the tile's one token
+  std::vector<const std::uint8_t*> joint;  // joint keys of the tile's only token
 
   template <typename SelectedOf>
   void fill(const AttentionCall& call, std::int64_t first_token, std::int64_t num_tokens,

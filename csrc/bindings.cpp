@@ -71,7 +71,7 @@ ExpertCall expert_call(const Tensor& experts, const Tensor& row_begin, const Ten
   return call;
 }
 
-// Of experts that lie at addresses, all of whose parts lie in so many bytes.
+// Runs experts at addresses; all parts of an expert are within `expert_bytes`.
 void run_experts(ExpertEngine& engine, const ExpertLayout& layout, std::int64_t expert_bytes,
                  int activation, float alpha, float limit, float offset, const Tensor& experts,
                  const Tensor& row_begin, const Tensor& row_token, const Tensor& hidden,
@@ -104,7 +104,7 @@ std::uint32_t sum_of(const Tensor& data, std::uint32_t before) {
   return sum(at, bytes, before);
 }
 
-// Weight times row over k, first to last; -1 is no row.
+// Sums weight times row over k, first to last; -1 adds nothing.
 void add_rows(ExpertEngine& engine, const Tensor& rows, const Tensor& row_of, const Tensor& weights,
               const Tensor& out) {
   rows.require_dims("rows", 2);
@@ -124,7 +124,8 @@ void add_rows(ExpertEngine& engine, const Tensor& rows, const Tensor& row_of, co
 }  // namespace tandem
 
 NB_MODULE(_native, m) {
-  // Layouts in Python's caches outlive the module at exit: no leak, and nothing for users to read.
+  // Layouts in Python's caches outlive the module at exit. This is no leak, and users need no
+  // warning.
   nb::set_leak_warnings(false);
   nb::class_<tandem::CpuFeatures>(m, "CpuFeatures")
       .def_ro("vendor", &tandem::CpuFeatures::vendor)

@@ -3,7 +3,7 @@
 namespace tandem {
 namespace {
 
-// Whether an input is converted once for all of them, which read it and have room for it.
+// Checks that all matrices can share one converted input; returns the first matrix.
 const DenseMatrix& first_of(const std::vector<const DenseMatrix*>& matrices) {
   require(!matrices.empty() && matrices.front() != nullptr, "one matrix or more");
   const PackedMatrix& first = matrices.front()->packed;
@@ -15,7 +15,7 @@ const DenseMatrix& first_of(const std::vector<const DenseMatrix*>& matrices) {
   return *matrices.front();
 }
 
-// (heads, tokens, dim) as the kernels see it.
+// A tensor (heads, tokens, dim) in the kernels' form.
 TokenView token_view(const Tensor& x, const char* name, ValueType type, std::int64_t heads,
                      std::int64_t tokens, std::int64_t dim) {
   const HeadView view = heads_of(x, name, type, heads, tokens, dim);

@@ -1,4 +1,4 @@
-// Calls that Python makes at once or adds to a program: built of checked tensors.
+// Calls that Python runs or adds to a program, built from checked tensors.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@
 
 namespace tandem {
 
-// Matrices of one format times the same input, (.., in_features) without gaps.
+// Matrices of one format times the same input (.., in_features), which is contiguous.
 struct DenseProduct {
   std::int64_t num_tokens, in_features;
   ValueType type;
@@ -22,8 +22,8 @@ struct DenseProduct {
                const std::vector<Tensor>& outputs);
 };
 
-// Matrices of equal sizes with an input each: (tokens, matrices, in_features) to (tokens, matrices,
-// rows).
+// Matrices of equal sizes with one input each: (tokens, matrices, in_features) to (tokens,
+// matrices, rows).
 struct GroupsProduct {
   std::int64_t num_tokens, in_features, token_stride, group_stride, out_stride;
   ValueType type;
@@ -36,8 +36,9 @@ struct GroupsProduct {
 
 RowsCall rows_call(const DenseMatrix& matrix, const Tensor& numbers, const Tensor& out);
 
-// New keys and values (KV heads, tokens, dim), and queries (heads, tokens, dim) with their results.
-// `compressed` (1, tokens, dim) are for layers with compressed keys, `bias_states` (heads, tokens, dim) are for layers with a bias by distance, `sinks` (tokens, heads).
+// New keys and values are (KV heads, tokens, dim), queries and their results (heads, tokens, dim).
+// Layers with compressed keys have `compressed` (1, tokens, dim), layers with a bias by distance
+// `bias_states` (heads, tokens, dim); `sinks` are (tokens, heads).
 void take_new(AttentionCall& call, const Tensor& slots, const Tensor& positions, const Tensor& key,
               const Tensor& value, const MaybeTensor& compressed);
 void take_query(AttentionCall& call, const Tensor& slots, const Tensor& positions,

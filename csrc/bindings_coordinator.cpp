@@ -1,4 +1,4 @@
-// What Python sees of the coordinator: once a step, not once a layer.
+// The Python binding of the coordinator: called once per step, not once per layer.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -167,7 +167,7 @@ nb::list records_of(StepCoordinator& self) {
   return found;
 }
 
-// Of the layers in which something was copied or decided.
+// Returns the layers in which something was copied or decided.
 nb::list take_decided(StepCoordinator& self) {
   nb::list found;
   for (const DecidedLayer& d : self.decisions().take_decided())

@@ -1,4 +1,4 @@
-// A coordinator as Python holds it, which those have who answer its layers in a GPU's place.
+// The coordinator as a Python object, also for those that answer layers in place of a GPU.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -23,14 +23,15 @@ namespace tandem {
 using Layers = std::vector<RoutedLayer>;
 using CopyTuple = std::tuple<std::int32_t, std::int32_t, std::int32_t, std::int32_t>;
 
-// Of what Python prints of an error, the sentence.
+// Returns the last line of an error that Python printed: the message.
 inline std::string last_line(std::string text) {
-  while (!text.empty() && text.back() == '\n') text.pop_back();  // Python's limited API ends so
+  // Python's limited API ends messages with line breaks.
+  while (!text.empty() && text.back() == '\n') text.pop_back();
   if (text.empty()) return text;
   return text.substr(text.find_last_of('\n') + 1);
 }
 
-// A call of Python from a thread of ours; what it raises becomes a C++ error.
+// Wraps a Python function for calls from a native thread; its exceptions become C++ errors.
 template <typename... Arguments>
 std::function<void(Arguments...)> calling(const nanobind::object& function) {
   if (function.is_none()) return nullptr;
@@ -45,14 +46,14 @@ std::function<void(Arguments...)> calling(const nanobind::object& function) {
   };
 }
 
-// Where a GPU's copies go: its driver, and its own table of addresses.
+// Where a GPU's copies go: its driver, and its table of addresses.
 struct DriverLink {
   std::shared_ptr<Driver> driver;
   std::uint64_t table;
 };
 
-// A coordinator with its slots, if it has any. Its end waits for its threads, without Python's
-// lock: they may be in a hook.
+// A coordinator and its slots, if it has any. The destructor waits for the threads without Python's
+// lock, because they may be in a hook.
 class StepCoordinator {
  public:
   StepCoordinator(Layers layers, int num_threads, const std::string& isa)
@@ -67,7 +68,7 @@ class StepCoordinator {
 
   void close() {
     const nanobind::gil_scoped_release release;
-    coordinator_.reset();  // its thread submits copies
+    coordinator_.reset();  // first, because its thread submits copies
     copying_.reset();
   }
 
@@ -76,7 +77,7 @@ class StepCoordinator {
     get().set_hook(calling<std::int64_t>(hook));
   }
 
-  // Of `slots`, which may be a GPU's memory, addresses come with the bytes of each.
+  // `slots` may be a GPU's memory. It has one address per slot, each of `slot_bytes` bytes.
   void manage_slots(const Tensor& entries, const std::vector<std::uintptr_t>& slots,
                     std::int64_t slot_bytes, StepPolicy* policy, double bytes_per_second,
                     const nanobind::object& before_copy, const DriverLink* link) {
@@ -138,7 +139,7 @@ class StepCoordinator {
     copying().submit(found);
   }
 
-  // Ahead of a launch, in the host's table.
+  // Clears entries in the host's table; called before a launch.
   void clear_entries() {
     for (const std::int64_t key : copying().take_cleared())
       __atomic_store_n(entries_ + key, std::int64_t{0}, __ATOMIC_RELEASE);
@@ -149,7 +150,7 @@ class StepCoordinator {
   nanobind::object hook_ = nanobind::none(), before_copy_ = nanobind::none();
   std::unique_ptr<CopyingThread> copying_;
   std::unique_ptr<Coordinator> coordinator_;
-  StepDecisions* decisions_ = nullptr;  // the coordinator's
+  StepDecisions* decisions_ = nullptr;  // owned by the coordinator
   std::int64_t* entries_ = nullptr;
   std::int64_t num_experts_ = 0;
   std::int32_t num_slots_ = 0;

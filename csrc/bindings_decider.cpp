@@ -1,4 +1,4 @@
-// What Python sees of the decider, and of the tables that it reads.
+// The Python bindings of the decider and of the tables that it reads.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
@@ -30,7 +30,7 @@ namespace nb = nanobind;
 namespace tandem {
 namespace {
 
-// Numbers from Python index tables: nothing is read outside.
+// Checks numbers from Python, so that nothing outside of tables is read.
 void require_experts(const Ids& experts, std::int32_t num_experts) {
   for (const std::int32_t expert : experts)
     if (expert < 0 || expert >= num_experts)
@@ -38,7 +38,8 @@ void require_experts(const Ids& experts, std::int32_t num_experts) {
                                   std::to_string(num_experts - 1));
 }
 
-// Numbers by expert, to be read in place: a list would make a Python object of each.
+// Returns numbers by expert as bytes, which Python reads in place. A list would need one object per
+// number.
 nb::bytes bytes_of(const std::vector<std::uint32_t>& values) {
   return nb::bytes(values.data(), values.size() * sizeof(std::uint32_t));
 }
@@ -145,7 +146,7 @@ void bind_regression_predictor(nb::module_& m) {
       });
 }
 
-// The bytes of a Python object, as long as this lives.
+// The bytes of a Python object, valid as long as this exists.
 class Buffer {
  public:
   explicit Buffer(nb::handle object) {
@@ -170,10 +171,9 @@ void require_scores(const Buffer& states, const Buffer& scores) {
           "a state and a 32-bit score for each expert");
 }
 
-// Of a layer's active experts: `states` is a byte by position, `coming` when those are there whose
-// copy is under way, by position too, empty where there are none. `scores` is a 32-bit number by
-// expert. `places` are bytes by position, empty where memory has all. Returns (fetched experts, spilled
-// ones, GPU seconds, CPU seconds).
+// Splits a layer's active experts. By position: `states` (bytes), `coming` (when copies under way
+// will end; empty if there are none), `places` (bytes; empty if memory has all experts). By expert:
+// `scores` (32 bits). Returns (fetched experts, spilled experts, GPU seconds, CPU seconds).
 nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu,
                       std::int64_t max_fetches, const Ids& experts, const Ids& tokens,
                       const nb::bytes& states, const std::vector<double>& coming, nb::handle scores,
@@ -212,8 +212,8 @@ Admitted keys_of(Admitted found, std::int32_t first) {
   return found;
 }
 
-// `states` is a byte by expert, `scores` a 32-bit number; `members` and `staged` are keys, of which
-// `first` is the layer's first. Returns pairs of keys.
+// By expert: `states` (bytes) and `scores` (32 bits). `members` and `staged` are keys; `first` is
+// the layer's first key. Returns pairs of keys.
 Admitted layer_entries(const Ids& experts, nb::handle states, nb::handle scores, std::int32_t first,
                        Ids members, Ids staged, std::int64_t free_slots, const Ids& fetched,
                        std::int64_t room) {
@@ -230,8 +230,8 @@ Admitted layer_entries(const Ids& experts, nb::handle states, nb::handle scores,
                  first);
 }
 
-// The absent experts by score, at most so many; `states` is a byte by expert, `scores` a 32-bit number.
-// Returns keys, of which `first` is the layer's first.
+// Returns the keys of the absent experts with the highest scores, at most `most`. By expert:
+// `states` (bytes) and `scores` (32 bits); `first` is the layer's first key.
 Ids most_valued(nb::handle states, nb::handle scores, std::int32_t first, std::int64_t most) {
   const Buffer state_by_expert(states), score_by_expert(scores);
   require_scores(state_by_expert, score_by_expert);
@@ -244,7 +244,7 @@ Ids most_valued(nb::handle states, nb::handle scores, std::int32_t first, std::i
   return absent;
 }
 
-// What `predictor` names of a layer to come; `states` is a byte by expert.
+// Returns the experts of a coming layer that `predictor` expects; `states` is a byte by expert.
 Ids expected_ahead_of(RegressionPredictor& predictor, const Costs& costs, std::int64_t most,
                       double price, std::int32_t layer, nb::handle states, const Ids& late,
                       double begin, double needed_at, std::int64_t room, bool in_graph) {
@@ -256,8 +256,8 @@ Ids expected_ahead_of(RegressionPredictor& predictor, const Costs& costs, std::i
       {layer, state_by_expert.data<std::uint8_t>(), late, begin, needed_at, room, in_graph});
 }
 
-// `members` are keys, of which `first` is the layer's first. Returns pairs of keys, and how often there
-// have been such chances.
+// `members` are keys; `first` is the layer's first key. Returns pairs of keys, and how often there
+// were such chances.
 nb::tuple over_residents_of(RegressionPredictor& predictor, const Costs& costs, double price,
                             std::int32_t layer, nb::handle states, nb::handle scores,
                             std::int32_t first, Ids members, std::int64_t free_slots,
@@ -280,7 +280,8 @@ nb::tuple over_residents_of(RegressionPredictor& predictor, const Costs& costs, 
   return nb::make_tuple(keys_of(std::move(found), first), recurrence.level);
 }
 
-// Of a layer whose load is known: how many copies would be worth their price, and whom to copy.
+// For a layer whose load is known: returns how many copies would be worth their price, and of which
+// experts.
 nb::tuple known_ahead(const Costs& costs, double price, Ids experts, Ids tokens, nb::handle states,
                       const Ids& late, double begin, double needed_at, std::int64_t room,
                       bool in_graph) {
@@ -296,8 +297,8 @@ nb::tuple known_ahead(const Costs& costs, double price, Ids experts, Ids tokens,
   return nb::make_tuple(count, misses);
 }
 
-// Who leaves for experts that enter in any case; `experts` stay, `members` are keys. Returns pairs of
-// keys.
+// Chooses the experts that leave for those that enter in any case; `experts` stay, `members` are
+// keys. Returns pairs of keys.
 Admitted over_lowest_of(const Ids& experts, nb::handle states, nb::handle scores,
                         std::int32_t first, Ids members, std::int64_t free_slots,
                         const Ids& entering) {
@@ -311,7 +312,8 @@ Admitted over_lowest_of(const Ids& experts, nb::handle states, nb::handle scores
                  first);
 }
 
-// `coming`: layer, experts, a byte by expert that says which are there, free slots of the layer.
+// `coming`: (layer, experts, a byte by expert that says which are in memory, free slots of the
+// layer).
 std::vector<std::tuple<std::int32_t, std::int32_t, bool>> known_reads_of(
     const std::vector<std::tuple<std::int32_t, Ids, nb::bytes, std::int64_t>>& coming,
     std::int64_t all, std::int64_t free, std::int64_t expected) {

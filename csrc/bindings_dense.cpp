@@ -1,4 +1,4 @@
-// What Python sees of the dense kernels, attention and sampling.
+// The Python bindings of dense kernels, attention and sampling.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -62,14 +62,14 @@ void read_rows(DenseEngine& engine, const DenseMatrix& matrix, const Tensor& num
   engine.read(call);
 }
 
-// Bytes from a tensor's first value to the end of its last one.
+// Bytes from a tensor's first value to the end of its last value.
 std::int64_t span_of(const Tensor& x) {
   std::int64_t last = 0;
   for (int dim = 0; dim < x.dims(); ++dim) last += (x.size(dim) - 1) * x.stride(dim);
   return x.count() == 0 ? 0 : (last + 1) * x.element_bytes();
 }
 
-// Blocks of a packed matrix, which may lie apart; what is in one has no gaps.
+// Blocks of a packed matrix. There may be gaps between blocks, but not within them.
 struct Blocks {
   std::uint8_t* at = nullptr;
   std::int64_t stride = 0, bytes = 0;
@@ -87,8 +87,8 @@ struct Blocks {
   }
 };
 
-// A list with a tuple for each matrix: format, group, padded columns, weight, importance or None,
-// blocks of codes, and of scales or None.
+// One tuple per matrix: format, group, padded columns, weight, importance or None, blocks of codes,
+// blocks of scales or None.
 using Rounding = std::tuple<int, std::int64_t, std::int64_t, Tensor, MaybeTensor, Tensor, MaybeTensor>;
 
 QuantizeCall quantize_call(const Rounding& rounding, bool has_search) {
@@ -115,7 +115,7 @@ bool quantize_matrices(const std::string& isa, int num_threads, bool has_search,
   return quantize(calls, isa, num_threads);
 }
 
-// (rows, groups) numbers as fields have them.
+// (rows, groups) numbers, in the form of Fields.
 Numbers numbers_of(const Tensor& x, const char* name) {
   x.require_dims(name, 2);
   const std::int64_t size = x.element_bytes();
@@ -127,11 +127,11 @@ Numbers numbers_of(const Tensor& x, const char* name) {
           x.stride(1) * size};
 }
 
-// Where rows go: format, rows, columns, codes, scales, and a factor or None.
+// The destination of rows: format, rows, columns, codes, scales, and a factor or None.
 using PackedPlace = std::tuple<int, std::int64_t, std::int64_t, Tensor, Tensor, MaybeTensor>;
-// Rows of blocks: their kind, their bytes, and an order and a table or None.
+// Rows of blocks: their kind, their bytes, an order or None, and a table or None.
 using BlockRows = std::tuple<int, Tensor, MaybeTensor, MaybeTensor>;
-// Rows of fields: words, places, flip, group, repeats, rows of a scale, scales, minima or None.
+// Rows of fields: words, places, flip, group, repeats, rows per scale, scales, minima or None.
 using FieldRows = std::tuple<Tensor, std::int64_t, int, std::int64_t, std::int64_t, std::int64_t,
                              Tensor, MaybeTensor>;
 
@@ -188,7 +188,7 @@ Rearrangement fields_work(const PackedPlace& place, const FieldRows& source) {
   return work;
 }
 
-// The lines of a format's grid; none if it has no grid.
+// The lines of a format's grid; empty if it has no grid.
 std::vector<std::uint16_t> lines_of_grid(int format) {
   const Grid* grid = encoding(require_format(format)).grid;
   if (grid == nullptr) return {};
@@ -231,8 +231,8 @@ void init_attention(AttentionCall* self, int cache_type, std::int64_t num_heads,
   new (self) AttentionCall(call);
 }
 
-// Keys and values are (slots, KV heads, blocks, bytes of a block) uint8, of whole chunks. Where keys are
-// their values, too, a block is 16 that lie alone, and one of values has no bytes.
+// Keys and values are (slots, KV heads, blocks, bytes of a block) uint8, in whole chunks. A block
+// of joint keys is 16 keys one after the other, and blocks of values have no bytes.
 void set_cache(AttentionCall& call, const Tensor& keys, const Tensor& values) {
   const std::int64_t slots = keys.size(0), blocks = keys.size(2);
   const std::int64_t count = slots * call.num_kv_heads * blocks;
@@ -244,7 +244,8 @@ void set_cache(AttentionCall& call, const Tensor& keys, const Tensor& values) {
   call.num_rows = slots;
 }
 
-// Keys (slots, keys, bytes of one) uint8, one for every `ratio` tokens, each its value too.
+// Keys are (slots, keys, bytes of a key) uint8, one for every `ratio` tokens; each is also its
+// value.
 void set_compressed(AttentionCall& call, const Tensor& keys, std::int64_t ratio) {
   keys.require_dims("keys", 3);
   require(ratio >= 1 && call.is_joint, "compressed keys beside keys that are values, too");
@@ -256,21 +257,21 @@ void set_compressed(AttentionCall& call, const Tensor& keys, std::int64_t ratio)
   call.compressed.ratio = ratio;
 }
 
-// How many of a slot's first positions its tokens see besides those of the window: (slots,) int64.
+// `counts` (slots,) int64: how many of a slot's first positions tokens see besides their window.
 void set_always_seen(AttentionCall& call, const Tensor& counts) {
   require(!call.is_joint, "a window alone where keys are values, too");
   call.num_always_seen = counts.count();
   call.always_seen = counts.dense<const std::int64_t>("counts", call.num_always_seen);
 }
 
-// Positions are selected in blocks of so many; `by_head` says whether each KV head has its own.
+// Positions are selected in blocks of `block`; `by_head`: each KV head selects for itself.
 void set_selection(AttentionCall& call, std::int64_t block, bool by_head) {
   require(block >= 1 && block <= std::int64_t{1} << 30, "1 to 2^30 positions in a block");
   call.selected_block = block;
   call.selected_heads = by_head ? call.num_kv_heads : 1;
 }
 
-// A token sees its own chunk of so many positions.
+// Tokens see only their own chunk of this many positions.
 void set_chunk(AttentionCall& call, std::int64_t chunk) {
   require(chunk >= 1, "one position or more in a chunk");
   call.chunk = chunk;
@@ -286,7 +287,7 @@ void set_bias(AttentionCall& call, const Tensor& profiles) {
 }
 
 void bind_attention(nb::module_& m) {
-  // What stays the same from step to step, by layer.
+  // The part of a call that stays the same from step to step, by layer.
   nb::class_<AttentionCall>(m, "AttentionLayer")
       .def("__init__", &init_attention)
       .def_prop_ro("key_block_bytes",
@@ -328,8 +329,8 @@ void bind_attention(nb::module_& m) {
          nb::arg().none() = nb::none(), nb::arg().none() = nb::none());
 }
 
-// `experts` is (experts, bytes of one), with or without gaps between the experts. With `slots` they
-// are read from the disk into these, as those of layer `number`.
+// `experts` is (experts, bytes of an expert), possibly with gaps between experts. If `slots` is
+// given, experts are read from the disk into them; their layer's number there is `number`.
 void init_routed(RoutedLayer* self, const ExpertLayout& layout, int activation, float alpha,
                  float limit, float offset, const Tensor& experts, HostSlots* slots,
                  std::int32_t number) {
@@ -359,13 +360,12 @@ void bind_routed(nb::module_& m) {
       });
 }
 
-// A sampler with the rule that it applies.
 struct RuledSampler {
   TokenSampler sampler;
   SamplingRule rule;
 };
 
-// Returns a field of a Python rule; a step that it leaves out (None) is `neutral`.
+// Returns a field of a Python rule; None becomes `neutral`.
 template <typename T>
 T rule_field(nb::handle rule, const char* name, T neutral) {
   const nb::object value = rule.attr(name);

@@ -1,4 +1,4 @@
-// What Python sees of experts and of tables on the disk.
+// The Python bindings of experts and tables on the disk.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -51,7 +51,7 @@ void init_layer(Layer* self, std::string path, std::int64_t first, std::int64_t 
   new (self) Layer(std::move(layer));
 }
 
-// Of the transit slots the last `num_held` are for experts that are held.
+// The last `num_held` of the transit slots are for held experts.
 void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor& transit,
                 std::int64_t num_held, int num_readers, std::int64_t piece_bytes, double patience) {
   transit.require_dims("transit", 2);
@@ -62,7 +62,7 @@ void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor&
           "a layer and a transit slot or more");
   for (const Layer& layer : layers) {
     require(layer.slot_bytes() <= transit.size(1), "transit slots of the largest layer's size");
-    // A table reads the experts of the layer above, too.
+    // A table also reads the experts of the layer above.
     for (const Layer& other : layers)
       require(layer.table == nullptr || layer.table->num_experts() >= other.num_experts,
               "tables of as many experts as the largest layer has");
@@ -75,7 +75,7 @@ void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor&
                                 num_readers, piece_bytes, patience});
 }
 
-// With `waits` there is one.
+// If `waits`, the result is not empty.
 std::optional<HeldExpert> hold(HostSlots& slots, std::int32_t layer, std::int32_t expert,
                                bool waits) {
   require(slots.has_expert(layer, expert), "an expert of these slots");
@@ -89,7 +89,7 @@ const HeldExpert& require_held(const HeldExpert& held) {
   return held;
 }
 
-// Each table is (its parts, bytes of a row), a part (file, first byte, rows).
+// A table is (its parts, bytes of a row); a part is (file, first byte, rows).
 using PartOfTable = std::tuple<std::string, std::int64_t, std::int64_t>;
 
 void init_tables(RowTables* self,
@@ -120,7 +120,7 @@ void read_rows(RowTables& self, std::size_t table, const Tensor& rows, const Ten
   self.read(table, {numbers, static_cast<std::size_t>(rows.count())}, to);
 }
 
-// A failed read is an error of the model, in the words that users get.
+// Translates a failed read into Python's model error, with the message for users.
 void translate(const std::exception_ptr& error, void*) {
   try {
     std::rethrow_exception(error);

@@ -1,4 +1,4 @@
-// Where memory over a disk has a layer's experts, as Python passes it: a byte for each.
+// Where memory over a disk has a layer's experts, as Python passes it: one byte each.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,7 +10,7 @@
 
 namespace tandem {
 
-// Empty: memory has all. Throws std::invalid_argument.
+// Empty: memory has all experts. Throws std::invalid_argument.
 inline std::vector<Place> places_of(const nanobind::bytes& places, std::size_t num_experts) {
   if (places.size() != 0 && places.size() != num_experts)
     throw std::invalid_argument("expected no place or one for each expert");

@@ -1,4 +1,5 @@
-// What Python sees of programs: a recorded step's operations, added one by one, run as one call.
+// The Python bindings of programs: a recorded step's operations are added one by one and run as one
+// call.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -13,7 +14,7 @@ namespace nb = nanobind;
 namespace tandem {
 namespace {
 
-// Rows of the last dimension, as far apart as each other.
+// Rows along the last dimension with a constant stride.
 struct EvenRows {
   const void* data;
   std::int64_t count, stride;
@@ -55,7 +56,7 @@ void add_norm(Program& program, float eps, int rounding, const Tensor& x,
                       out.values("out", type, rows.count * cols, true)});
 }
 
-// Heads (tokens, heads, dim), whose first values turn by tables (tokens, turned).
+// Rotates the first values of heads (tokens, heads, dim) by tables (tokens, turned).
 void add_rotary(Program& program, const Tensor& x, const Tensor& cos, const Tensor& sin,
                 const Tensor& out) {
   const ValueType type = x.value_type("x");
@@ -68,7 +69,7 @@ void add_rotary(Program& program, const Tensor& x, const Tensor& cos, const Tens
                      out.values("out", type, x.count(), true)});
 }
 
-// The same of the last pairs of heads, whose turns are fp32 (tokens, turned): cosines and sines.
+// Rotates the last pairs of heads by fp32 cosines and sines (tokens, turned).
 void add_rotary_pairs(Program& program, const Tensor& x, const Tensor& turns, const Tensor& out) {
   const ValueType type = x.value_type("x");
   const HeadView heads = heads_of(x, "x", type, -1, -1, -1);
@@ -191,7 +192,7 @@ void add_recurrence(Program& program, const Recurrence& layer, const Tensor& slo
   program.add(call);
 }
 
-// What a token's values and gates are: (tokens, width), those of a token side by side.
+// Returns a token's values or gates: (tokens, width), contiguous within a token.
 const void* rows_of(const Tensor& x, const char* name, ValueType type, std::int64_t tokens,
                     std::int64_t width) {
   const void* rows = x.strided(name, type, {tokens, width});
@@ -214,8 +215,9 @@ void add_compression(Program& program, const WindowCompression& layer, const Ten
   program.add(call);
 }
 
-// Streams (.., streams, dim), a matrix (rows, streams * dim) with its base (rows) and scales (kinds of rows);
-// `weights` (.., rows - streams) are the output's, if there are so many, and the mixture's.
+// Streams (.., streams, dim); a matrix (rows, streams * dim) with its base (rows) and scales (kinds
+// of rows). `weights` (.., rows - streams) receive the weights of the output, if the matrix has
+// rows for them, and of the mixture.
 void add_mix_in(Program& program, float norm_eps, float eps, float output_factor, float output_eps,
                 std::int64_t num_rounds, const Tensor& streams, const Tensor& matrix,
                 const Tensor& base, const Tensor& scales, const Tensor& out,
@@ -246,7 +248,8 @@ void add_mix_in(Program& program, float norm_eps, float eps, float output_factor
   program.add(call);
 }
 
-// A layer's output (.., dim), and the streams with the weights that `add_mix_in` has made of them.
+// A layer's output (.., dim), and the streams with the weights that `add_mix_in` computed from
+// them.
 void add_mix_out(Program& program, const Tensor& y, const Tensor& weights, const Tensor& streams,
                  const Tensor& out) {
   MixOut call{};
@@ -263,7 +266,8 @@ void add_mix_out(Program& program, const Tensor& y, const Tensor& weights, const
   program.add(call);
 }
 
-// (slots, tokens that may be drafted, values of a token), as many slots as there are states.
+// `log` is (slots, tokens that may be drafted, values of a token), with as many slots as there are
+// states.
 DraftLog draft_log(const Tensor& kept, const Tensor& log, std::int64_t slots, std::int64_t values) {
   return {kept.dense<std::int64_t>("kept", slots),
           log.dense<float>("log", slots * kMostDrafted * values), slots};
@@ -334,7 +338,7 @@ void init_recurrence(Recurrence* self, std::int64_t num_heads, std::int64_t num_
 }
 
 void bind_recurrent(nb::module_& m) {
-  // What stays the same from step to step, by layer.
+  // The part of a call that stays the same from step to step, by layer.
   nb::class_<ShortConvolution>(m, "ShortConvolution")
       .def("__init__", &init_convolution)
       .def("keep_drafts", [](ShortConvolution& self, const Tensor& kept, const Tensor& log) {
@@ -360,7 +364,7 @@ void bind_recurrent(nb::module_& m) {
 void bind_program(nb::module_& m) {
   bind_recurrent(m);
   bind_index_keys(m);
-  // Matrices, layers and tensors are kept alive by the caller.
+  // The caller keeps matrices, layers and tensors alive.
   auto program = nb::class_<Program>(m, "Program");
   bind_tensor_ops(program);
   program

@@ -1,4 +1,4 @@
-// What Python sees of the calls that the hybrid runtime makes for each layer.
+// The Python bindings of the calls that the hybrid runtime makes for each layer.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -20,13 +20,13 @@ namespace nb = nanobind;
 namespace tandem {
 namespace {
 
-// Some experts of a layer, by number or by address, computed by an engine's workers while their
-// caller does other work. Expert i has rows begin[i]..begin[i + 1] - 1 of a call of `num_rows` rows,
-// whose results are at out; row_token has the tokens of this batch. From its making to `finish`,
-// which its maker's thread calls, the engine is its own, and the tensors must live.
+// Computes some experts of a layer, given by number or address, with an engine's workers while the
+// caller does other work. Expert i has rows begin[i]..begin[i + 1] - 1 of a call of `num_rows`
+// rows, whose results go to `out`; row_token has this batch's tokens. From construction until
+// `finish`, which the same thread must call, the engine is locked and the tensors must stay alive.
 //
-// Only the tokens of the batch's rows are read, by the workers: threads of another pool would be in
-// their way, and most of a long prompt's tokens may have no row here.
+// The workers read only tokens of this batch's rows: threads of another pool would disturb them,
+// and most tokens of a long prompt may have no row here.
 class StartedBatch {
  public:
   StartedBatch(ExpertEngine& engine, const RoutedLayer& layer,
@@ -85,7 +85,7 @@ class StartedBatch {
     if (!is_coming_) finish();
   }
 
-  // Computes with the workers, and returns when all is done.
+  // Joins the workers and returns when everything is computed.
   void finish() {
     if (!turn_.owns_lock()) return;
     const nb::gil_scoped_release release;
@@ -97,7 +97,7 @@ class StartedBatch {
   }
 
  private:
-  // Numbers the tokens that have rows, in the order of their first ones.
+  // Numbers the tokens that have rows, in the order of their first rows.
   void number_tokens(const ExpertCall& call) {
     std::vector<std::int32_t> number(call.num_tokens, -1);
     row_token_.reserve(begin_.back());
@@ -112,12 +112,12 @@ class StartedBatch {
   }
 
   ExpertEngine& engine_;
-  std::unique_lock<std::mutex> turn_;  // goes last
+  std::unique_lock<std::mutex> turn_;  // destroyed last
   ComingExperts coming_;
   bool is_coming_ = false;
   std::vector<const std::uint8_t*> addresses_;
   std::vector<std::int32_t> begin_, row_token_, used_;
-  std::unique_ptr<float[]> hidden_;  // of the tokens that are used
+  std::unique_ptr<float[]> hidden_;  // of the used tokens
 };
 
 }  // namespace

@@ -12,7 +12,7 @@ constexpr const char* kNames[] = {"float32", "bfloat16", "int64", "int32",
                                   "bool",    "float16",  "uint8", "another type"};
 constexpr std::int64_t kBytes[] = {4, 2, 8, 4, 1, 2, 1, 1};
 
-// Python's names and torch's types, looked up once; they live as long as the process.
+// Python's names and torch's types, looked up once. They are never freed.
 struct Known {
   PyObject *is_cpu, *dtype, *shape, *stride, *data_ptr, *itemsize;
   std::array<PyObject*, 7> types;
@@ -43,7 +43,7 @@ nb::object called(PyObject* object, PyObject* name) {
   return nb::steal(PyObject_CallMethodObjArgs(object, name, nullptr));
 }
 
-// Reads up to kMostDims sizes of a tuple; -1 if it is none, or too long.
+// Reads up to kMostDims sizes from a tuple; -1 if it is not a tuple, or too long.
 int read_numbers(const nb::object& tuple, std::array<std::int64_t, Tensor::kMostDims>& numbers) {
   if (!tuple.is_valid() || !PyTuple_Check(tuple.ptr())) return -1;
   const Py_ssize_t count = PyTuple_Size(tuple.ptr());
@@ -65,7 +65,7 @@ bool Tensor::read(PyObject* object) noexcept {
                                            : read_buffer(object);
     PyErr_Clear();
     return is_read;
-  } catch (nb::python_error&) {  // without torch there is no tensor of it
+  } catch (nb::python_error&) {  // without torch there are no torch tensors
     return false;
   }
 }
@@ -86,7 +86,7 @@ bool Tensor::read_torch(PyObject* object, bool is_on_host) {
   dims_ = read_numbers(attribute(object, names.shape), sizes_);
   if (dims_ < 0) return false;
   is_on_host_ = is_on_host;
-  if (!is_on_host_) return true;  // whose address is nobody's business
+  if (!is_on_host_) return true;  // the address of a device tensor is not needed
   const nb::object data = called(object, names.data_ptr);
   if (!data.is_valid() || read_numbers(called(object, names.stride), strides_) != dims_)
     return false;

@@ -1,5 +1,5 @@
-// Tensors as the bindings take them: whatever has an address comes with its device, type and sizes,
-// and is asked for by name, type and number of values before anything is read or written.
+// Tensors as the bindings take them: device, type, sizes and address. Bindings request values by
+// name, type and count before they read or write anything.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,20 +20,20 @@
 
 namespace tandem {
 
-// What a tensor's values are. The first five are those of ElementType.
+// Types of a tensor's values. The first five are those of ElementType.
 enum class Element : int { kFp32, kBf16, kInt64, kInt32, kBool, kFp16, kByte, kOther };
 
-// A tensor of torch, or what has Python's buffer protocol. It does not keep the memory alive. What
-// asks for a part of it throws a TypeError that says what was found.
+// A torch tensor, or an object with Python's buffer protocol. It does not keep the memory alive.
+// Methods that return parts of it throw a TypeError that says what was found.
 class Tensor {
  public:
   static constexpr int kMostDims = 8;
 
-  // False, with no Python error, if the object is no tensor.
+  // Returns false, without a Python error, if the object is not a tensor.
   bool read(PyObject* object) noexcept;
 
   int dims() const { return dims_; }
-  // Of the last dimensions by negative numbers; a dimension that is not there has one place.
+  // Negative numbers count from the last dimension; a missing dimension has size 1.
   std::int64_t size(int dim) const;
   std::int64_t stride(int dim) const;
   std::int64_t count() const;
@@ -41,7 +41,7 @@ class Tensor {
   Element element() const { return element_; }
   bool has_gaps() const;
 
-  // So many values side by side.
+  // Returns `count` contiguous values.
   template <typename T>
   T* dense(const char* name, std::int64_t count) const {
     return static_cast<T*>(values(name, element_of<std::remove_const_t<T>>(), count,
@@ -51,23 +51,23 @@ class Tensor {
   void* values(const char* name, ValueType type, std::int64_t count, bool is_written = false) const {
     return values(name, element_of(type), count, is_written);
   }
-  // So many bytes side by side, of any type.
+  // Returns `bytes` contiguous bytes of any type.
   std::uint8_t* memory(const char* name, std::int64_t bytes, bool is_written = false) const;
-  // Of the host, of any strides, after `sizes`; -1 stands for any size.
+  // Returns values in host memory with any strides; checks `sizes`, of which -1 is any size.
   void* strided(const char* name, Element element, std::initializer_list<std::int64_t> sizes,
                 bool is_written = false) const;
   void* strided(const char* name, ValueType type, std::initializer_list<std::int64_t> sizes) const {
     return strided(name, element_of(type), sizes);
   }
   void require_host(const char* name, bool is_written = false) const;
-  // Wherever its strides lead.
+  // Returns the address for any strides.
   void* data(const char* name, bool is_written = false) const {
     require_host(name, is_written);
     return data_;
   }
   void require_dims(const char* name, int dims) const;
 
-  // fp32 or bf16; fp16 too.
+  // Accepts fp32 and bf16; token_type accepts fp16 too.
   ValueType value_type(const char* name) const;
   ValueType token_type(const char* name) const;
   ElementType element_type(const char* name) const;
@@ -101,17 +101,17 @@ class Tensor {
 
 using MaybeTensor = std::optional<Tensor>;
 
-// Values of a tensor that need not be there: null.
+// Values of an optional tensor; null if it is missing.
 template <typename T>
 T* dense_or_null(const MaybeTensor& tensor, const char* name, std::int64_t count) {
   return tensor ? tensor->dense<T>(name, count) : nullptr;
 }
 
-// (tokens, heads, dim) whose last dimension lies side by side; `heads` and `dim` -1: any.
+// (tokens, heads, dim) with a contiguous last dimension; -1 in `heads` or `dim`: any size.
 HeadView heads_of(const Tensor& x, const char* name, ValueType type, std::int64_t tokens,
                   std::int64_t heads, std::int64_t dim);
 
-// What a call from Python refuses besides: values of numbers. Throws std::invalid_argument.
+// Refuses numbers of a call from Python. Throws std::invalid_argument.
 [[noreturn]] void refuse_call(const std::string& sentence);
 void require(bool is_met, const char* expected);
 

@@ -1,4 +1,4 @@
-// What Python sees of small tensor operations, as steps of a program.
+// The Python bindings of small tensor operations, as steps of a program.
 #include <nanobind/nanobind.h>
 
 #include <utility>
@@ -13,7 +13,7 @@ namespace nb = nanobind;
 namespace tandem {
 namespace {
 
-// Sizes or strides of at most four dimensions.
+// Sizes or strides, extended to four dimensions.
 Four in_four(const Tensor& x, bool are_strides) {
   Four found{1, 1, 1, 1};
   if (are_strides) found = {};
@@ -27,7 +27,7 @@ Four sizes_of(const Tensor& x, const char* name) {
   return in_four(x, false);
 }
 
-// A tensor of the sizes, all or but for the last `but` of them.
+// An operand with these sizes; the last `but` of them may differ.
 Operand operand(const Tensor& x, const char* name, const Four& sizes, int but = 0) {
   const Four own = sizes_of(x, name);
   for (int i = 0; i < 4 - but; ++i)
@@ -40,7 +40,7 @@ Target target(const Tensor& x, const char* name) {
   return {x.element_type(name), x.data(name, true), in_four(x, true)};
 }
 
-// A tensor of the sizes, a number that stands for one, or None.
+// An operand: a tensor of these sizes, a number in its place, or None.
 Operand given(nb::handle value, const char* name, const Four& sizes) {
   if (value.is_none()) return {};
   if (PyFloat_Check(value.ptr()) || PyLong_Check(value.ptr()))
@@ -99,7 +99,7 @@ void add_layer_norm(Program& program, const Tensor& x, float eps, const MaybeTen
                         out.element_type("out"), written(out, product(sizes))});
 }
 
-// As many of each row as `out` and `index` have room for.
+// Chooses as many values per row as `out` and `index` have room for.
 void add_greatest(Program& program, const Tensor& x, const Tensor& out, const Tensor& index) {
   const Four sizes = sizes_of(x, "x");
   const std::int64_t rows = product(sizes, 0, 2), top_k = out.size(-1);
@@ -109,8 +109,8 @@ void add_greatest(Program& program, const Tensor& x, const Tensor& out, const Te
                        index.dense<std::int64_t>("index", rows * top_k)});
 }
 
-// Where an index chooses along a dimension of `x`, and the strides of `x` but for that. It has as many
-// dimensions, none of them longer but that one.
+// The index along a dimension of `x`, and the strides of `x` without that dimension. `index` must
+// have as many dimensions, and only in this one it may be longer.
 std::pair<DimIndex, Four> dim_index(const Tensor& x, const char* name, int dim,
                                     const Tensor& index) {
   sizes_of(x, name);
@@ -129,7 +129,7 @@ std::pair<DimIndex, Four> dim_index(const Tensor& x, const char* name, int dim,
           strides};
 }
 
-// out[i] = x[i], with index[i] for the number in one dimension.
+// out[i] = x[i], where index[i] replaces the coordinate in dimension `dim`.
 void add_lookup(Program& program, const Tensor& x, int dim, const Tensor& index,
                 const Tensor& out) {
   const auto [where, strides] = dim_index(x, "x", dim, index);
@@ -141,7 +141,7 @@ void add_lookup(Program& program, const Tensor& x, int dim, const Tensor& index,
   program.add(Lookup{sizes, read, where, out.element_type("out"), written(out, product(sizes))});
 }
 
-// out[i] = x[i], with index[i] for the number in one dimension of `out`.
+// out[i] = x[i], where index[i] replaces the coordinate in dimension `dim` of `out`.
 void add_scatter(Program& program, nb::handle x, int dim, const Tensor& index, const Tensor& out) {
   Target to = target(out, "out");
   const auto [where, strides] = dim_index(out, "out", dim, index);
@@ -151,7 +151,7 @@ void add_scatter(Program& program, nb::handle x, int dim, const Tensor& index, c
   program.add(Scatter{sizes, given(x, "x", sizes), where, to});
 }
 
-// (.., rows, depth) times (.., depth, columns), the dimensions before those alike.
+// (.., rows, depth) times (.., depth, columns); the other dimensions are equal.
 void add_product(Program& program, const Tensor& a, const Tensor& b, const Tensor& out) {
   const Four sizes = sizes_of(out, "out"), left = sizes_of(a, "a"), right = sizes_of(b, "b");
   const Operand first = operand(a, "a", sizes, 1), second = operand(b, "b", sizes, 2);
@@ -162,8 +162,8 @@ void add_product(Program& program, const Tensor& a, const Tensor& b, const Tenso
 
 constexpr std::int64_t kMostBlock = std::int64_t{1} << 30;
 
-// Selects as many positions as a row of `out` has, by keys (n, dim) and queries (n, heads, dim). With a
-// `block`, as many blocks for each head: then `out` is (n, heads, most).
+// Selects as many positions as a row of `out` has, by keys (n, dim) and queries (n, heads, dim). If
+// `block` is given, selects blocks for each head, and `out` is (n, heads, most).
 void add_selection(Program& program, const IndexLayer& layer, const Tensor& slots,
                    const Tensor& positions, float scale, const Tensor& key, const Tensor& query,
                    const MaybeTensor& weights, const Tensor& out, std::int64_t block,

@@ -1,4 +1,4 @@
-// What Python sees of a GPU's twin, which runs captured steps on the CPU's threads.
+// The Python bindings of a GPU's CPU twin, which runs captured steps on the CPU's threads.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -18,10 +18,10 @@ namespace nb = nanobind;
 namespace tandem {
 namespace {
 
-// layer, hidden, index, weights, out
+// (layer, hidden, index, weights, out)
 using TwinTuple = std::tuple<std::int64_t, Tensor, Tensor, Tensor, Tensor>;
 
-// A twin on the threads of an engine that is its own while it runs.
+// A twin on an engine's threads; it locks the engine while it runs.
 class BoundTwin {
  public:
   BoundTwin(StepCoordinator& coordinator, std::int64_t mailbox, const Tensor& addresses,
@@ -51,12 +51,12 @@ class BoundTwin {
     stream_.run(found);
   }
 
-  // For programs on the same threads.
+  // Adds the call to a program on the same threads.
   void add_to(Program& program, const TwinTuple& call) {
     program.add([this, found = call_of(call)] { stream_.run(found); });
   }
 
-  // A whole step on a thread beside: nothing else uses the engine until `join`.
+  // Runs a whole step on another thread. Nothing else may use the engine until `join`.
   void start(const std::vector<TwinTuple>& calls, std::int64_t stops_before) {
     join();
     std::vector<TwinCall> found;

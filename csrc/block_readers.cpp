@@ -6,7 +6,7 @@
 namespace tandem {
 namespace {
 
-// Nibbles of 16 bytes: the lower ones first.
+// The nibbles of 16 bytes: all low ones, then all high ones.
 void read_nibbles(const std::uint8_t* bytes, std::uint8_t* codes) {
   for (int i = 0; i < 16; ++i) {
     codes[i] = bytes[i] & 15;
@@ -14,7 +14,7 @@ void read_nibbles(const std::uint8_t* bytes, std::uint8_t* codes) {
   }
 }
 
-// The same with a fifth bit for each, in four bytes.
+// The same with a fifth bit each, from four bytes.
 void read_fives(const std::uint8_t* fifth, const std::uint8_t* bytes, std::uint8_t* codes) {
   std::uint32_t bits;
   std::memcpy(&bits, fifth, sizeof bits);
@@ -55,7 +55,8 @@ void read_mxfp4(const std::uint8_t* block, Strip& out) {
   out.scales[0] = block[0];
 }
 
-// Eight scales and minima of 6 bits in 12 bytes; minima are subtracted: their factor's sign turns.
+// Eight scales and minima of 6 bits in 12 bytes. Minima are subtracted, so their factor's sign is
+// flipped.
 void read_scales(const std::uint8_t* block, Super& out) {
   const std::uint8_t* low = block + 4;
   const std::uint8_t* middle = block + 8;
@@ -142,7 +143,7 @@ void read_iq4xs(const std::uint8_t* block, Super& out) {
   out.factors[0] = half_bits(block);
 }
 
-// NVFP4: four e4m3 scales, then 16 nibbles for each; ggml reads a scale that is NaN as zero.
+// NVFP4: four e4m3 scales, each for 16 nibbles. ggml reads a NaN scale as zero.
 void read_nvfp4(const std::uint8_t* block, Sixteens& out) {
   for (int g = 0; g < 4; ++g) {
     const std::uint8_t scale = block[g] & kE4m3Nan;
@@ -155,14 +156,14 @@ void read_nvfp4(const std::uint8_t* block, Sixteens& out) {
   }
 }
 
-// Words of a grid's lines as they are, a factor in front of them.
+// A factor, then the words of a grid's lines, unchanged.
 template <int Words>
 void read_lines(const std::uint8_t* block, Lines& out) {
   out.factor = half_bits(block);
   std::memcpy(out.words, block + 2, 4 * Words);
 }
 
-// IQ1_M has its factor among the words.
+// IQ1_M has its factor within the words.
 void read_iq1m(const std::uint8_t* block, Lines& out) {
   std::memcpy(out.words, block, 4 * kIq1M.words);
   out.factor = 0;

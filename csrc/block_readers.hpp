@@ -1,4 +1,4 @@
-// Blocks of numbers as GGUF files have them, read into codes and scales of packed formats.
+// Reads blocks of GGUF files into codes and scales of packed formats.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace tandem {
 
-// The numbers are ggml's; what is in no blocks is fields of bits.
+// The numbers are ggml's. kFields is for sources without blocks.
 enum class BlockKind : int {
   kFields = 0,
   kQ4_0 = 2,
@@ -38,7 +38,7 @@ template <class Row>
 using ReadBlock = void (*)(const std::uint8_t* block, Row& out);
 
 struct BlockReader {
-  std::int64_t cols = 1, bytes = 0;  // of a block; no bytes: the kind is not read
+  std::int64_t cols = 1, bytes = 0;  // per block; no bytes: this kind is not supported
   std::variant<ReadBlock<Strip>, ReadBlock<Sixteens>, ReadBlock<Super>, ReadBlock<Lines>> read;
 
   BlockReader() = default;

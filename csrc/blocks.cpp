@@ -14,7 +14,7 @@ std::int64_t source_row_bytes(const Rearrangement& work) {
   return work.cols / reader.cols * reader.bytes;
 }
 
-// Writes 16 rows, the columns of a `Row` at a time; false if a scale is not finite.
+// Writes 16 rows, one `Row` of columns at a time; returns false if a scale is not finite.
 template <class Row>
 bool rearrange_rows(const Rearrangement& work, std::int64_t block, std::int64_t block_bytes,
                     ReadBlock<Row> read) {
@@ -58,7 +58,7 @@ bool rearrange_block(const Rearrangement& work, std::int64_t block) {
       [&](auto read) { return rearrange_rows(work, block, reader.bytes, read); }, reader.read);
 }
 
-// Where all rows of a source lie.
+// The extent of all rows of a source.
 Extent whole_source(const Rearrangement& work) {
   const Fields& f = work.fields;
   if (work.kind != BlockKind::kFields) return {work.source, work.rows * source_row_bytes(work)};
@@ -68,7 +68,7 @@ Extent whole_source(const Rearrangement& work) {
   return {work.source, (rows - 1) * f.row_stride + (words - 1) * f.word_stride + 4};
 }
 
-// Where a piece's rows lie; of rows that are not one after the other, where all of them lie.
+// The extent of a piece's rows; if they are not consecutive, that of all rows.
 Extent source_of(const Piece<Rearrangement>& piece) {
   const Rearrangement& work = *piece.call;
   const bool is_fields = work.kind == BlockKind::kFields;

@@ -1,7 +1,7 @@
-// Takes packed codes apart on registers of any width: from planes of bits to unsigned bytes.
+// Unpacks codes in registers of any width: from planes of bits to unsigned bytes.
 //
-// `V` says how an instruction set does it: load, shift_left, shift_right, keep, either, look_up.
-// Everything is in an anonymous namespace: each file that includes this is compiled for another
+// `V` has the instruction set's operations: load, shift_left, shift_right, keep, either, look_up.
+// Everything is in an anonymous namespace. Each file that includes this is compiled for another
 // instruction set, and the linker would keep one copy of a shared function for all of them.
 #pragma once
 
@@ -10,15 +10,15 @@
 
 #include "packed.hpp"
 
-// Whatever takes sums by reference must be inlined, or they live in memory.
+// Functions that take sums by reference must be inlined; otherwise sums are kept in memory.
 #define TANDEM_INLINE inline __attribute__((always_inline))
 #define TANDEM_INLINED __attribute__((always_inline))  // after a lambda's parameters
 
 namespace tandem {
 namespace {
 
-// Calls function(0) .. function(N - 1) with constants: arrays that are indexed by them become
-// registers, which those of a loop that the compiler unrolls later do not.
+// Calls function(0) .. function(N - 1) with constants. Arrays indexed by constants become
+// registers; those indexed in a loop that the compiler unrolls later do not.
 template <int N, typename Function>
 TANDEM_INLINE void each(const Function& function) {
   [&]<int... I>(std::integer_sequence<int, I...>) TANDEM_INLINED {
@@ -35,19 +35,20 @@ constexpr bool kHasMinima = encoding(F).has_minima;
 template <Format F>
 constexpr std::int64_t kStripBytes = code_bytes(F, kStripCols);
 
-// What a half is multiplied with that has the bits of an e4m3 number: they begin to count elsewhere.
+// The factor for a half that has the bits of an e4m3 number, because their exponents' biases
+// differ.
 constexpr float kE4m3OfHalf = 256;
 
 constexpr int kFoursOfStrip = kStripCols / 4;
 
-// Groups that share a strip: more than one where a group has fewer columns than a strip.
+// Groups per strip: more than one if a group has fewer columns than a strip.
 template <Format F>
 constexpr int kGroupsOfStrip =
     encoding(F).group == 0 || encoding(F).group > kStripCols
         ? 1
         : static_cast<int>(kStripCols / encoding(F).group);
 
-// Bits of the J-th four columns in a plane of `Width` bits, moved up to bit `At`.
+// The bits of the J-th four columns in a plane of `Width` bits, shifted to bit `At`.
 template <class V, int Width, int J, int At>
 TANDEM_INLINE typename V::Register field(const std::uint8_t* plane) {
   constexpr int kPerByte = 8 / Width;
@@ -59,7 +60,7 @@ TANDEM_INLINE typename V::Register field(const std::uint8_t* plane) {
   return V::keep(bytes, static_cast<std::uint8_t>(((1 << Width) - 1) << At));
 }
 
-// The planes of `Bits` bits, the lowest first.
+// Joins the planes of `Bits` bits, lowest first.
 template <class V, int Bits, int J, int At = 0>
 TANDEM_INLINE typename V::Register join(const std::uint8_t* planes) {
   constexpr int kWidth = Bits & 8 ? 8 : Bits & 4 ? 4 : Bits & 2 ? 2 : 1;
@@ -72,7 +73,7 @@ TANDEM_INLINE typename V::Register join(const std::uint8_t* planes) {
   }
 }
 
-// Unsigned codes of the J-th four columns of a strip: one byte for each, rows in the block's order.
+// Unsigned codes of the J-th four columns of a strip: one byte each, rows in the block's order.
 template <class V, Format F, int J>
 TANDEM_INLINE typename V::Register codes_of(const std::uint8_t* strip) {
   const typename V::Register stored = join<V, kBits<F>, J>(strip);

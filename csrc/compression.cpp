@@ -9,14 +9,14 @@ namespace tandem {
 namespace {
 
 constexpr std::int64_t kTaskChannels = 64;
-// With fewer values one thread is quicker.
+// With fewer values, one thread is faster.
 constexpr std::int64_t kParallelWork = 1 << 14;
 
 float* kept_at(const WindowCompression& call, std::int64_t slot, std::int64_t position) {
   return call.states + (slot * call.num_kept + position % call.num_kept) * 2 * call.width();
 }
 
-// Some channels of each series of a token.
+// Stores some channels of each series of a token.
 void keep(const WindowCompression& call, std::int64_t t, std::int64_t first, std::int64_t count) {
   const std::int64_t position = call.tokens.positions[t], width = call.width();
   float* values = kept_at(call, call.tokens.slots[t], position);
@@ -31,7 +31,7 @@ void keep(const WindowCompression& call, std::int64_t t, std::int64_t first, std
   }
 }
 
-// Some channels of the key of the window that ends with a token.
+// Computes some channels of the key of the window that ends with a token.
 void compress(const WindowCompression& call, std::int64_t t, std::int64_t first,
               std::int64_t count) {
   const std::int64_t slot = call.tokens.slots[t], end = call.tokens.positions[t] + 1;

@@ -34,7 +34,8 @@ std::uint64_t enabled_state() {
   return (static_cast<std::uint64_t>(high) << 32) | low;
 }
 
-// XCR0 bits: what the operating system saves on a context switch, and so may be used.
+// XCR0 bits: registers that the operating system saves on a context switch, which may therefore be
+// used.
 constexpr std::uint64_t kYmm = 0x6;
 constexpr std::uint64_t kZmm = kYmm | 0xE0;
 constexpr std::uint64_t kTiles = 0x60000;
@@ -114,7 +115,7 @@ CpuFeatures detect_cpu_features() {
   constexpr unsigned long kHasCrc32 = 1 << 7;  // HWCAP_CRC32
   if ((getauxval(AT_HWCAP) & kHasCrc32) != 0) found.instruction_sets.emplace_back("crc32");
 #else
-  found.instruction_sets.emplace_back("crc32");  // Apple's have it all
+  found.instruction_sets.emplace_back("crc32");  // all of Apple's processors have it
 #endif
 #endif
 #if defined(__GLIBC__)

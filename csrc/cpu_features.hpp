@@ -1,4 +1,5 @@
-// What this processor can do: instruction sets that the kernels choose between, and cache sizes.
+// What this processor supports: the instruction sets that the kernels choose among, and its cache
+// sizes.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +10,22 @@ namespace tandem {
 
 struct CpuFeatures {
   std::string vendor;
-  // Names as in Linux' /proc/cpuinfo ("avx2", "avx512f", "avx512_vnni", "amx_int8", ...), only those
-  // that the operating system also enables (XCR0), in a fixed order.
+  // Names as in Linux' /proc/cpuinfo ("avx2", "avx512f", "avx512_vnni", "amx_int8", ...), in a
+  // fixed order. Only those that the operating system enables (XCR0).
   std::vector<std::string> instruction_sets;
-  std::int64_t l1_data_bytes = 0;  // of one core
-  std::int64_t l2_bytes = 0;       // of one core
-  std::int64_t l3_bytes = 0;       // of one cache, which several cores share
+  std::int64_t l1_data_bytes = 0;  // per core
+  std::int64_t l2_bytes = 0;  // per core
+  std::int64_t l3_bytes = 0;  // per cache, which several cores share
 };
 
-// Ask the processor (CPUID on x86, the kernel elsewhere). Costs microseconds; keeps nothing.
+// Queries the processor (CPUID on x86, the kernel elsewhere). Takes microseconds; keeps nothing.
 CpuFeatures detect_cpu_features();
 
-// Asks the system for the registers of AMX's tiles, once: a process has them only then.
+// Requests the registers of AMX's tiles from the system, once. A process has them only after that.
 bool have_tiles();
 
-// Of names of kernels, "amx", "avx512", "avxvnni", "avx2" and "portable": each has what those behind it
-// have, but for products.
+// Kernels are named "amx", "avx512", "avxvnni", "avx2" and "portable". Each has all that the later
+// ones have, except for products.
 inline bool has_avx512(const std::string& isa) { return isa == "amx" || isa == "avx512"; }
 inline bool has_avx2(const std::string& isa) { return isa == "avxvnni" || isa == "avx2"; }
 

@@ -5,7 +5,8 @@
 
 #include "cpu_features.hpp"
 
-// As assembly: the instruction alone needs no flags, and what chooses runs on every processor.
+// Assembly: the instruction needs no compiler flags then, so the code that chooses runs on every
+// processor.
 #if defined(__x86_64__) || defined(__aarch64__)
 #define TANDEM_HAS_CRC32C 1
 #endif
@@ -13,7 +14,7 @@
 namespace tandem {
 namespace {
 
-// Polynomials modulo Castagnoli's, bits reflected: the highest bit is x^0.
+// Polynomials modulo Castagnoli's, with reflected bits: the highest bit is x^0.
 constexpr std::uint32_t kPolynomial = 0x82F63B78;
 constexpr std::uint32_t kOne = 0x80000000;
 constexpr std::uint32_t kEightBits = 0x00800000;
@@ -29,7 +30,7 @@ constexpr std::uint32_t product(std::uint32_t a, std::uint32_t b) {
   return sum;
 }
 
-// What 2^k bytes of zeros multiply a state by.
+// Factors for a state by which 2^k bytes of zeros are appended.
 constexpr std::array<std::uint32_t, 63> make_zeros() {
   std::array<std::uint32_t, 63> zeros{};
   std::uint32_t power = kEightBits;
@@ -90,8 +91,8 @@ inline std::uint32_t next_byte(std::uint32_t state, std::uint8_t byte) {
 constexpr const char* kInstruction = "crc32";
 #endif
 
-// The instruction takes three cycles but begins every cycle: three streams side by side. To join
-// them costs some 700 cycles, and less if few bits of a third's length are set.
+// The instruction has a latency of three cycles but starts every cycle, so three streams run side
+// by side. Joining them takes some 700 cycles, less if few bits of the length of a third are set.
 constexpr std::int64_t kLeastSplit = 12 << 10;
 constexpr std::int64_t kThirdMultiple = 256;
 

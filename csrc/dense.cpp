@@ -7,11 +7,11 @@ namespace tandem {
 namespace {
 
 constexpr std::int64_t kDenseTasksPerThread = 8;
-// Tokens of one task: their int8 activations and their fp32 results stay in a core's cache.
+// Tokens per task. Their int8 activations and fp32 results stay in a core's cache.
 constexpr std::int64_t kTaskTokens = 128;
 constexpr std::int64_t kMaxTaskBlocks = 8;
-// In a decode step the next job comes some tens of microseconds after this one: it is announced, so
-// that the threads do not fall asleep in between.
+// In a decode step the next job follows within some tens of microseconds. It is announced, so that
+// the threads do not fall asleep meanwhile.
 constexpr std::int64_t kStepTokens = 64;
 
 template <typename Values>
@@ -108,7 +108,7 @@ void DenseEngine::multiply(const DenseCall& call, const Task& task) const {
   kernels_.matmul(matrix.packed, task.begin, task.end, x, task.num_tokens, matrix.rows,
                   results.data() - first, rows);
   auto* bits = static_cast<std::uint16_t*>(out) + first;
-  const std::int64_t whole = rows / 8 * 8;  // what to_bf16 can do
+  const std::int64_t whole = rows / 8 * 8;  // to_bf16 takes multiples of 8
   for (std::int64_t t = 0; t < task.num_tokens; ++t) {
     const float* row = results.data() + t * rows;
     std::uint16_t* to = bits + t * stride;

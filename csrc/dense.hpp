@@ -1,4 +1,5 @@
-// Packed dense matrices times a model's activations: several matrices and one input, or one for each.
+// Packed dense matrices times a model's activations: several matrices with one input, or with one
+// each.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +12,12 @@ namespace tandem {
 
 struct DenseMatrix {
   PackedMatrix packed;
-  std::int64_t rows;             // without the padding to whole blocks
+  std::int64_t rows;  // without padding
   std::int64_t in_features = 0;  // columns without padding
 };
 
-// `num_tokens` rows of `in_features` values each; output m is (num_tokens, matrices[m]->rows).
-// The matrices have the same format, group and columns, so that the input is converted once.
+// `num_tokens` inputs of `in_features` values; output m is (num_tokens, matrices[m]->rows). All
+// matrices have the same format, group and columns, so that the input is converted once.
 struct DenseCall {
   std::int64_t num_matrices;
   const DenseMatrix* const* matrices;
@@ -25,14 +26,14 @@ struct DenseCall {
   ValueType type;  // of input and outputs
   const void* input;
   void* const* outputs;
-  // Values from a token's input to the next one's, from a matrix's input to that of the next one (0:
-  // it is the same), and from a token's results to the next one's; 0: without a gap.
+  // Strides in values: between tokens' inputs, between matrices' inputs (0: the same input), and
+  // between tokens' results; 0: contiguous.
   std::int64_t token_stride = 0, matrix_stride = 0, out_stride = 0;
 
   std::int64_t input_rows() const { return (matrix_stride ? num_matrices : 1) * num_tokens; }
 };
 
-// Rows of a matrix, by number, as embeddings have them: (count, cols) values. A number outside gives
+// Reads rows of a matrix by number, as embeddings do: (count, cols) values. A number outside gives
 // NaN.
 struct RowsCall {
   const DenseMatrix* matrix;
@@ -43,7 +44,7 @@ struct RowsCall {
   void* out;
 };
 
-// Works with the threads and kernels of an expert engine, which must outlive it and be idle.
+// Uses the threads and kernels of an expert engine, which must outlive it and be idle.
 class DenseEngine {
  public:
   explicit DenseEngine(ExpertEngine& engine) : kernels_(engine.kernels()), pool_(engine.pool()) {}

@@ -9,8 +9,8 @@
 namespace tandem {
 namespace {
 
-// Enough chunks that a thread which the system takes away for a while is worked around, few enough
-// that claiming them costs nothing.
+// Enough chunks that others can take over if a thread is descheduled, but few enough that claiming
+// them costs nothing.
 constexpr std::int64_t kExpertTasksPerThread = 16;
 
 #if defined(__x86_64__)
@@ -51,7 +51,7 @@ std::int64_t up_rows(const ExpertLayout& layout) {
   return layout.inner_rows * (layout.is_gated ? 2 : 1);
 }
 
-// Whole blocks come out of the first projection, whole groups go into the second.
+// The first projection gives whole blocks, the second takes whole groups.
 std::int64_t inner_stride(const ExpertLayout& layout) {
   return std::max(layout.inner_rows, layout.down.cols);
 }
@@ -60,15 +60,15 @@ constexpr std::int64_t round_up(std::int64_t n, std::int64_t unit) {
   return (n + unit - 1) / unit * unit;
 }
 
-// Inner columns that one task computes: whole quantisation groups, and few enough that their rows of
-// a long prompt stay in the cache between projection and activation.
+// Inner columns per task: whole quantisation groups, and few enough that a long prompt's rows stay
+// in the cache between projection and activation.
 constexpr std::int64_t kMaxTaskColumns = 128;
-// Of a few tokens a task takes more: where it begins nothing has been fetched ahead.
+// With few tokens a task takes more columns, because prefetching starts again in each task.
 constexpr std::int64_t kFewTokens = 8;
 constexpr std::int64_t kMaxTaskTokens = 256;
 // Values of a token that are summed at a time.
 constexpr std::int64_t kSumBlock = 64;
-// Row blocks that a kernel takes together with many tokens.
+// Row blocks that a kernel multiplies together with many tokens.
 constexpr std::int64_t kTaskBlocks = 4;
 
 }  // namespace
@@ -213,8 +213,8 @@ void ExpertEngine::load_rows(const void* from, ValueType type, std::int64_t size
 
 void ExpertEngine::add_rows(const RowSum& sum) {
   pool_.run(sum.num_tokens, [&](std::int64_t t) {
-    // Block by block through all rows: half of them lie in another core's cache, and come sooner
-    // side by side than one after the other.
+    // Column block by column block through all rows. Half of the rows are in another core's cache
+    // and arrive sooner side by side than one after the other.
     for (std::int64_t begin = 0; begin < sum.size; begin += kSumBlock) {
       const std::int64_t count = std::min(kSumBlock, sum.size - begin);
       float total[kSumBlock] = {};
@@ -248,7 +248,7 @@ std::int64_t ExpertEngine::multiply(int bits, std::int64_t count_per_thread) {
   return operations;
 }
 
-// Converts `count` values of a row, from column `begin` on: whole groups.
+// Converts `count` values of a row from column `begin` on, in whole groups.
 void ExpertEngine::convert(const float* values, std::int64_t count, Rows& rows, std::int64_t row,
                            std::int64_t begin) const {
   const std::int64_t at = row * rows.stride + begin;
@@ -268,8 +268,8 @@ void ExpertEngine::convert(const float* values, std::int64_t count, Rows& rows, 
   }
 }
 
-// A token's activations are converted once, however many experts want them, and then laid out row
-// by row. A single token is not copied: all its experts read the same row.
+// Converts a token's activations once for all experts, and then copies them row by row. A single
+// token is not copied: all its experts read the same row.
 void ExpertEngine::prepare_tokens(const ProjectionLayout& projection, const ExpertCall& call,
                                   std::int64_t size) {
   const std::int64_t num_rows = call.row_begin[call.num_experts], cols = projection.cols;
@@ -290,7 +290,7 @@ Activations ExpertEngine::token_rows(const ExpertCall& call, std::int64_t first)
   return call.num_tokens == 1 ? tokens_.view(0, true) : gathered_.view(first, false);
 }
 
-// Cuts 0..size-1 of every active expert into tasks of whole units.
+// Splits 0..size-1 of every active expert into tasks of whole units.
 void ExpertEngine::add_tasks(const ExpertCall& call, std::int64_t size, std::int64_t unit,
                              std::int64_t most) {
   std::int64_t active = 0;
@@ -308,8 +308,8 @@ void ExpertEngine::add_tasks(const ExpertCall& call, std::int64_t size, std::int
   }
 }
 
-// First the tasks of every first projection, then those of every second: in this order they are
-// claimed, so what a second projection waits for is done, or some thread is at it.
+// Tasks of all first projections come before those of all second ones. They are claimed in this
+// order, so what a second projection waits for is done or in progress.
 void ExpertEngine::plan_tasks(const ExpertLayout& layout, const ExpertCall& call) {
   tasks_.clear();
   add_tasks(call, layout.inner_rows, std::max<std::int64_t>(layout.down.group, 32),
@@ -325,8 +325,8 @@ void ExpertEngine::plan_tasks(const ExpertLayout& layout, const ExpertCall& call
   add_tasks(call, round_up(layout.hidden_size, kBlockRows) / kBlockRows, kTaskBlocks);
 }
 
-// Inner columns begin..end-1 of an expert's tokens: projected, activated, converted for the second
-// projection, while they are in the cache.
+// Inner columns begin..end-1 of an expert's tokens: projects, activates, and converts them for the
+// second projection while they are in the cache.
 void ExpertEngine::project_up(const ExpertLayout& layout, const ActivationSpec& spec,
                               const ExpertCall& call, const Task& task) {
   thread_local std::vector<float> up;

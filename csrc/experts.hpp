@@ -1,4 +1,5 @@
-// All experts of a layer that the CPU computes, in one call: first projection, activation, second.
+// All experts of a layer that the CPU computes, in one call: first projection, activation, second
+// projection.
 #pragma once
 
 #include <atomic>
@@ -15,8 +16,8 @@
 
 namespace tandem {
 
-// One of an expert's two matrices: its parts' places in bytes from the expert's begin, -1 for an
-// absent bias.
+// One of an expert's two matrices. Offsets of its parts are in bytes from the expert's begin; -1:
+// no bias.
 struct ProjectionLayout {
   int format;
   std::int64_t group;
@@ -24,7 +25,7 @@ struct ProjectionLayout {
   std::int64_t data, scales, bias;
 };
 
-// How one packed expert lies in memory.
+// The layout of one packed expert in memory.
 struct ExpertLayout {
   ProjectionLayout up, down;
   std::int64_t hidden_size;
@@ -32,8 +33,8 @@ struct ExpertLayout {
   bool is_gated;
 };
 
-// The work of one call. Rows are (token, expert) pairs in the order of the experts: expert e has
-// rows row_begin[e] .. row_begin[e + 1] - 1, and row i belongs to token row_token[i].
+// The work of one call. Rows are (token, expert) pairs, sorted by expert: expert e has rows
+// row_begin[e] .. row_begin[e + 1] - 1, and row i belongs to token row_token[i].
 struct ExpertCall {
   std::int64_t num_experts;
   std::int64_t num_tokens;
@@ -41,12 +42,12 @@ struct ExpertCall {
   const std::int32_t* row_begin;
   const std::int32_t* row_token;
   const float* hidden;  // (num_tokens, hidden_size)
-  float* out;           // (num_rows, hidden_size)
-  const std::int32_t* out_begin = nullptr;  // by expert: its first row of out; null: row_begin
+  float* out;  // (num_rows, hidden_size)
+  const std::int32_t* out_begin = nullptr;  // by expert: its first row in `out`; null: row_begin
 };
 
-// Rows that are added up to tokens: token t is the sum over k of weights[t][k] times row
-// row_of[t * top_k + k], in this order; -1 is padding and adds nothing.
+// Sums rows by token: token t is the sum over k of weights[t][k] times row row_of[t * top_k + k],
+// in this order; -1 is padding and adds nothing.
 struct RowSum {
   std::int64_t num_tokens, top_k, size;
   const float* rows;
@@ -55,52 +56,54 @@ struct RowSum {
   float* out;  // (num_tokens, size)
 };
 
-// Keeps the threads and the scratch memory between calls. One call at a time.
+// Keeps threads and scratch memory between calls. One call at a time.
 class ExpertEngine {
  public:
-  // `isa`: "amx", "avx512", "avxvnni", "avx2", "portable", or "" for the best that this processor has.
-  // Throws std::invalid_argument for a set that it does not have.
+  // `isa`: "amx", "avx512", "avxvnni", "avx2", "portable", or "" for the best one of this
+  // processor. Throws std::invalid_argument if the processor does not have it.
   ExpertEngine(int num_threads, const std::string& isa);
 
   const char* isa() const { return kernels_->name; }
   int num_threads() const { return pool_.num_threads(); }
 
-  // For what shares the threads with the experts: never at the same time.
+  // For code that shares the threads with the experts, never at the same time.
   const Kernels& kernels() const { return *kernels_; }
   ThreadPool& pool() { return pool_; }
   std::mutex& busy() { return pool_.busy(); }
 
   void run(const ExpertLayout& layout, const ActivationSpec& activation, const ExpertCall& call);
 
-  // The two halves of `run`: in between the workers compute and the caller does other work. What
-  // the call points to must live until `finish` has returned.
+  // The two halves of `run`. Between them the workers compute while the caller does other work.
+  // Everything in the call must live until `finish` has returned.
   void start(const ExpertLayout& layout, const ActivationSpec& activation, const ExpertCall& call);
   void finish() { pool_.finish(); }
 
-  // One projection alone: the first (gate and up in turn, by blocks of 16) or the second, from rows
-  // of inner_rows values. `call.hidden` and `call.out` have its inputs and outputs, fp32.
+  // Computes a single projection: the first (blocks of 16 gate and 16 up values alternate), or the
+  // second from rows of inner_rows values. `call.hidden` and `call.out` are its inputs and outputs
+  // in fp32.
   void project(const ExpertLayout& layout, bool is_up, const ExpertCall& call);
 
-  // Values of the model's tensors to fp32 and back, as load_values and store_values, but faster.
+  // Converts a model's tensors to fp32 and back, like load_values and store_values, but faster.
   void load(const void* from, ValueType type, std::int64_t count, float* to) const;
   void store(const float* from, std::int64_t count, ValueType type, void* to) const;
 
-  // Some rows of a tensor, each of `size` values side by side, to fp32.
+  // Converts some rows of a tensor, each of `size` contiguous values, to fp32.
   void load_rows(const void* from, ValueType type, std::int64_t size,
                  const std::vector<std::int32_t>& rows, float* to);
 
-  // The same bits wherever the rows were computed: a product and an addition each round by themselves.
+  // The result has the same bits wherever the rows were computed, because products and additions
+  // are rounded separately.
   void add_rows(const RowSum& sum);
 
-  // Wakes the threads a little before `run`: they look out for work for some microseconds.
+  // Wakes the threads shortly before `run`; they spin for some microseconds.
   void wake() { pool_.wake(); }
 
-  // The machine's ceilings with these threads: bytes read of `data`, operations done. For timing.
+  // The machine's ceilings with these threads, for timing: bytes read of `data`, operations done.
   std::int64_t read_all(const std::uint8_t* data, std::int64_t bytes);
   std::int64_t multiply(int bits, std::int64_t count_per_thread);
 
  private:
-  // Rows of activations as the kernels read them: int8 with scales and sums, bf16, or fp32.
+  // Rows of activations in the kernels' form: int8 with scales and sums, bf16, or fp32.
   struct Rows {
     std::vector<std::int8_t> quantized;
     std::vector<float> scales;
@@ -111,17 +114,17 @@ class ExpertEngine {
     ActivationForm form = ActivationForm::kInt8;
     std::int64_t cols = 0, group = 0, stride = 0, groups = 0;
 
-    // For rows that a projection takes in.
+    // Makes room for the inputs of a projection.
     void resize(const ProjectionLayout& projection, std::int64_t rows);
     void copy(std::int64_t to, const Rows& source, std::int64_t from);
     Activations view(std::int64_t row, bool is_repeated) const;
   };
-  // Of the first projection: inner columns begin..end-1; of the second: row blocks.
+  // For the first projection: inner columns begin..end-1; for the second: row blocks.
   struct Task {
     std::int64_t expert, begin, end;
   };
 
-  // What the threads are at, one task each time.
+  // The job that the threads share; a thread does one task at a time.
   struct Job {
     ExpertEngine* engine;
     ExpertLayout layout;
@@ -149,12 +152,12 @@ class ExpertEngine {
   Job job_{};
   std::vector<Task> tasks_;  // first projections, then second ones
   std::int64_t num_up_tasks_ = 0;
-  // Per expert: tasks of its first projection that are not done yet.
+  // By expert: unfinished tasks of its first projection.
   std::unique_ptr<std::atomic<std::int64_t>[]> up_left_;
   std::int64_t num_up_left_ = 0;
 };
 
-// The names of the instruction sets that this processor can run, best first.
+// Names of the instruction sets that this processor supports, best first.
 std::vector<std::string> available_isas();
 
 }  // namespace tandem

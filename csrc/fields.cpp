@@ -9,7 +9,7 @@
 namespace tandem {
 namespace {
 
-// Codes of a row whose words are its own, from column `col` on; `count` fills whole words.
+// Codes of a row with words of its own, from column `col` on; `count` fills whole words.
 void read_words(const Fields& f, int bits, const std::uint8_t* row, std::int64_t col,
                 std::int64_t count, std::uint8_t* codes) {
   std::uint8_t bytes[kStripCols];
@@ -27,7 +27,7 @@ void read_words(const Fields& f, int bits, const std::uint8_t* row, std::int64_t
   }
 }
 
-// Codes of eight rows that share their words.
+// Codes of eight rows that share words.
 void read_shared_words(const Fields& f, const std::uint8_t* row, std::int64_t col,
                        std::int64_t count, Strip* rows) {
   const std::uint8_t* from = row + col * f.word_stride;
@@ -45,7 +45,7 @@ bool has_e4m3_nan(const std::uint8_t* codes) {
   return found;
 }
 
-// Reads 32 columns of 16 rows, those after the last as padding; false for codes that are NaN.
+// Reads 32 columns of 16 rows; columns after the last are padding. Returns false for NaN codes.
 bool read_strips(const Rearrangement& work, std::int64_t first, std::int64_t col,
                  Strip (&rows)[kBlockRows]) {
   const Fields& f = work.fields;
@@ -74,7 +74,7 @@ float number_at(NumberType type, const std::uint8_t* at) {
   return value;
 }
 
-// Writes a number as fp16; false if it is not finite or has digits that fp16 has not.
+// Writes a number as fp16; returns false if it is not finite or not exact in fp16.
 bool write_half(float value, std::uint8_t* out) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t size = bits & 0x7FFFFFFF;
@@ -90,7 +90,7 @@ bool write_half(float value, std::uint8_t* out) {
   return is_exact;
 }
 
-// Writes a number as the format stores it; false if it cannot.
+// Writes a number as the format stores it; returns false if it cannot.
 bool write_number(NumberType type, const std::uint8_t* at, ScaleKind kind, std::uint8_t* out) {
   if (type == NumberType::kByte) {
     *out = *at;
@@ -106,12 +106,12 @@ bool write_number(NumberType type, const std::uint8_t* at, ScaleKind kind, std::
   return std::isfinite(value);
 }
 
-// Bytes of a number as a format stores it.
+// Size of a number as a format stores it.
 std::int64_t number_bytes(ScaleKind kind) {
   return kind == ScaleKind::kFp16 ? 2 : kind == ScaleKind::kFp32OfBlock ? 4 : 1;
 }
 
-// Writes a group's numbers of 16 rows (one where the block shares it); padding is zero.
+// Writes a group's numbers for 16 rows (one if the block shares it); padding is zero.
 bool write_line(const Rearrangement& work, const Numbers& numbers, std::int64_t block,
                 std::int64_t group, std::uint8_t* out) {
   const ScaleKind kind = encoding(work.format).scale;

@@ -6,11 +6,11 @@
 namespace tandem {
 namespace {
 
-// Row blocks that become strips together: a token finds one in the nearest cache, several tokens want
-// some, as their activations are read once for all.
+// Row blocks that become strips together. With one token, a strip is still in the first-level
+// cache. Several tokens need several blocks, so that their activations are read once for all.
 constexpr std::int64_t strip_blocks(std::int64_t num_tokens) { return num_tokens == 1 ? 1 : 4; }
 
-// Memory from a multiple of 64 on, which a thread keeps.
+// Memory aligned to 64 bytes, which a thread keeps.
 class StripMemory {
  public:
   void resize(std::int64_t code_bytes, std::int64_t scales) {

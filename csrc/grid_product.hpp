@@ -1,5 +1,5 @@
-// Formats with grids: lines are looked up into strips of bytes that stay in the caches, and those are
-// multiplied as any format is. So no product is compiled for a grid.
+// Products of formats with grids: lines are looked up into strips of bytes that stay in the caches,
+// and strips are multiplied like any format. So no product is compiled for a grid.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,15 @@
 
 namespace tandem {
 
-// What an instruction set has for it: a row block's lines become strips (kStrips32 or kStrips16) and their
-// scales; and its product, which takes those.
+// An instruction set's functions: one turns a row block's lines into strips (kStrips32 or
+// kStrips16) and their scales, the other multiplies these.
 struct GridKernels {
   void (*look_up)(const PackedMatrix& matrix, std::int64_t block, std::uint8_t* codes,
                   float* scales);
   decltype(Kernels::matmul) matmul;
 };
 
-// As Kernels::matmul, for a format with a grid.
+// Like Kernels::matmul, for a format with a grid.
 void multiply_grid(const GridKernels& kernels, const PackedMatrix& m, std::int64_t begin,
                    std::int64_t end, const Activations& x, std::int64_t num_tokens,
                    std::int64_t num_rows, float* out, std::int64_t stride);
@@ -30,11 +30,11 @@ namespace {
 
 constexpr std::int64_t kStripsOfSuper = kSuperCols / kStripCols;
 
-// The hardware follows a stream to the end of its page only, and few lines of so much arithmetic are on
-// their way at once: in two steps they come an eighth faster (Sapphire Rapids).
-constexpr std::int64_t kLinesAhead = 3072;  // into the second cache
-constexpr std::int64_t kLinesNear = 768;  // into the first
-// Factors are a stream too slow for the hardware to follow.
+// The hardware prefetcher stops at the end of a page, and with so much arithmetic few lines are
+// under way at once. Prefetching in two steps is an eighth faster (Sapphire Rapids).
+constexpr std::int64_t kLinesAhead = 3072;  // into the second-level cache
+constexpr std::int64_t kLinesNear = 768;  // into the first-level cache
+// Factors are a stream too slow for the hardware prefetcher.
 constexpr std::int64_t kFactorsAhead = 512;
 
 template <class Lookup, Format F>
@@ -57,7 +57,7 @@ void look_up_supers(const PackedMatrix& m, std::int64_t block, std::uint8_t* cod
   }
 }
 
-// GridKernels::look_up; `Lookup::super<F>(words, factors, codes, scales)` does it for 256 columns.
+// GridKernels::look_up; `Lookup::super<F>(words, factors, codes, scales)` looks up 256 columns.
 template <class Lookup>
 void look_up_block(const PackedMatrix& m, std::int64_t block, std::uint8_t* codes, float* scales) {
   each<kNumFormats>([&](auto number) {

@@ -1,5 +1,6 @@
-// The lines of the grids of llama.cpp's IQ types (MIT licence): 16 bits each, the numbers' places in
-// their type's magnitudes, the first number lowest. Eight numbers have two bits each, four have four.
+// The lines of the grids of llama.cpp's IQ types (MIT licence). A line has 16 bits: the numbers'
+// indices into their type's magnitudes, the first number in the lowest bits. Eight numbers have two
+// bits each, four have four.
 #include "grids.hpp"
 
 namespace tandem {

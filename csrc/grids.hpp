@@ -1,32 +1,33 @@
-// Formats whose codes are lines of a grid: llama.cpp's IQ1, IQ2 and IQ3. Their packed matrices have the
-// words of the file's blocks as they are, those of a block's 16 rows side by side.
+// Formats whose codes are lines of a grid: llama.cpp's IQ1, IQ2 and IQ3. Their packed matrices keep
+// the words of the file's blocks, interleaved for the 16 rows of a block.
 #pragma once
 
 #include <cstdint>
 
 namespace tandem {
 
-// Numbers in a row's words of 256 columns: the i-th begins at bit base + i / 4 * fours + i % 4 * step,
-// and no number lies in two words.
+// Numbers in a row's words of 256 columns. The i-th number begins at bit
+// base + i / 4 * fours + i % 4 * step; no number is split between two words.
 struct BitField {
   int base = 0, fours = 0, step = 0, width = 0;
 
   constexpr int at(int i) const { return base + i / 4 * fours + i % 4 * step; }
 };
 
-// Signs of eight columns: one for all, seven and an eighth that makes their number even, or eight.
+// Signs of eight columns: one for all; seven, and an eighth that makes the number of minus signs
+// even; or eight.
 enum class Signs { kOne = 1, kEven = 7, kEight = 8 };
 
-// Where what lies in a row's words, by line, by eight columns, and by group.
+// The layout of a row's words: fields by line, by eight columns, and by group.
 struct Grid {
-  const std::uint16_t* lines;  // 16 / line_cols bits of each number, see Encoding::table
+  const std::uint16_t* lines;  // 16 / line_cols bits per number, see Encoding::table
   int index_bits;  // of a line's number
   int line_cols;  // 4 or 8
-  int words;  // of 256 columns
-  BitField low, high;  // of a line's number: eight bits, and those above
+  int words;  // per 256 columns
+  BitField low, high;  // of a line's number: the low eight bits, and the bits above
   BitField signs;
   BitField scales;  // a scale is twice the number plus one
-  BitField factor = {};  // of IQ1_M: four parts of a half, the lowest first
+  BitField factor = {};  // IQ1_M's: four parts of a half, lowest first
 
   constexpr Signs sign_kind() const { return static_cast<Signs>(signs.width); }
   constexpr int line_bits() const { return 16 / line_cols; }

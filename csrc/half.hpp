@@ -1,4 +1,5 @@
-// bf16, fp16 and e4m3 as bits. Static: each file is compiled for its own instruction set.
+// bf16, fp16 and e4m3 as bits. Functions are static, because each file is compiled for its own
+// instruction set.
 #pragma once
 
 #include <bit>
@@ -11,8 +12,8 @@ static inline float bf16_to_float(std::uint16_t bits) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
 }
 
-// Rounds to the nearest even, as torch does; NaN stays NaN. Without a branch, so that loops of it
-// become vectors.
+// Rounds to the nearest even, as torch does; NaN stays NaN. Has no branch, so that loops of it are
+// vectorized.
 static inline std::uint16_t float_to_bf16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
@@ -20,7 +21,8 @@ static inline std::uint16_t float_to_bf16(float value) {
                                            : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-// None of those below has a branch either. A subnormal number comes from a normal one less its power.
+// The functions below have no branch either. A subnormal number is computed as a normal one minus
+// its power of two.
 static inline float half_to_float(std::uint16_t bits) {
   const std::uint32_t size = (bits & 0x7FFFu) << 13, sign = (bits & 0x8000u) << 16;
   const float subnormal = std::bit_cast<float>(size + (113u << 23)) - 0x1p-14f;
@@ -30,11 +32,11 @@ static inline float half_to_float(std::uint16_t bits) {
   return std::bit_cast<float>(value | sign);
 }
 
-// Rounds to the nearest even, as torch does; what is too large is infinite, NaN stays NaN.
+// Rounds to the nearest even, as torch does. Too large numbers become infinite; NaN stays NaN.
 static inline std::uint16_t float_to_half(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   const std::uint32_t size = bits & 0x7FFFFFFF, sign = (bits & 0x80000000) >> 16;
-  // Below 2^-14 in steps of 2^-24, the last bit of numbers from .5 to 1.
+  // Below 2^-14 fp16 has steps of 2^-24, the last bit of floats from .5 to 1.
   const std::uint32_t subnormal =
       std::bit_cast<std::uint32_t>(std::bit_cast<float>(size) + 0.5f) - 0x3F000000;
   std::uint32_t half = (size - (112u << 23) + 0xFFF + ((size >> 13) & 1)) >> 13;
@@ -44,7 +46,7 @@ static inline std::uint16_t float_to_half(float value) {
   return static_cast<std::uint16_t>(half | sign);
 }
 
-// Four bits of exponent, three of mantissa; no infinity, and one NaN for each sign.
+// Four bits of exponent, three of mantissa; no infinity, and one NaN per sign.
 static inline float e4m3_to_float(std::uint8_t bits) {
   const std::uint32_t size = (bits & 0x7Fu) << 20, sign = (bits & 0x80u) << 24;
   const float subnormal = std::bit_cast<float>(size + (121u << 23)) - 0x1p-6f;

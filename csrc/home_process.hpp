@@ -1,5 +1,5 @@
-// The process in which something started its threads. In one that was forked from it none of them is
-// there: to join one ends the process, and locks may be taken for good.
+// The process that started some threads. A process forked from it has none of them: joining one
+// would end the process, and locks may be held forever.
 #pragma once
 
 #include <unistd.h>

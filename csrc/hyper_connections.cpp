@@ -8,12 +8,12 @@
 namespace tandem {
 namespace {
 
-// Values of a token that are multiplied by themselves before all are added up: always the same ones, so
-// that a token's result does not depend on how many threads there are, nor on the other tokens.
+// Values of a token that are summed by themselves before all sums are added. The parts are always
+// the same, so a token's result does not depend on the number of threads or on other tokens.
 constexpr std::int64_t kPart = 1024;
-// Tokens that read a part of the matrix while it is in the cache.
+// Tokens that share a part of the matrix while it is in the cache.
 constexpr std::int64_t kTokensTogether = 16;
-// With fewer values one thread is quicker.
+// With fewer values, one thread is faster.
 constexpr std::int64_t kParallelStreamValues = 1 << 15;
 
 const HyperKernels& choose_hyper([[maybe_unused]] const std::string& isa) {
@@ -28,7 +28,8 @@ std::int64_t parts_of(std::int64_t count, std::int64_t each) { return (count + e
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
-// Divides a matrix's rows by their sum + eps, or its columns: value i of line l is at l * step + i * stride.
+// Divides each row (or column) of a matrix by its sum + eps: value i of line l is at l * step + i *
+// stride.
 void divide(float* matrix, std::int64_t n, std::int64_t step, std::int64_t stride, float eps) {
   for (std::int64_t line = 0; line < n; ++line) {
     float* values = matrix + line * step;
@@ -87,7 +88,7 @@ void HyperEngine::run(const MixIn& call) {
   for (std::int64_t block = 0; block < blocks; ++block) finish_block(block);
 }
 
-// Makes weights of a token's sums, and the layer's input of its streams.
+// Computes the weights from a token's sums, and the layer's input from its streams.
 void HyperEngine::finish(const MixIn& call, std::int64_t token) {
   const std::int64_t n = call.num_streams, rows = call.num_rows();
   const std::int64_t parts = parts_of(call.num_values(), kPart);

@@ -1,6 +1,7 @@
-// Hyper-connections: a token has several residual streams. A layer's input is a weighted sum of them; its
-// output is added to each, which are mixed with each other. The weights come from a small product of all
-// streams' values, in fp32; those of the mixture are made doubly stochastic (Sinkhorn and Knopp).
+// Hyper-connections: a token has several residual streams. A layer's input is a weighted sum of
+// them. Its output is added to each, and the streams are mixed. The weights come from a small
+// product with all streams' values, in fp32. Those of the mixture are made doubly stochastic
+// (Sinkhorn and Knopp).
 #pragma once
 
 #include <cstdint>
@@ -15,24 +16,25 @@ namespace tandem {
 constexpr std::int64_t kMostStreams = 16;
 constexpr std::int64_t kMostRounds = 1024;
 
-// y = matrix * x / sqrt(mean(x^2) + norm_eps), where x are all values of a token's streams. Of its rows the
-// first `num_streams` weigh the streams: sigmoid(scale * y + base) + eps. The next ones, if there are so
-// many, weigh the layer's output: output_factor * sigmoid(..) + output_eps. The rest is the mixture, from
-// each stream (rows) to each: softmax(..) + eps, then columns, and `num_rounds` - 1 times rows and columns,
-// divided by their sum + eps.
+// y = matrix * x / sqrt(mean(x^2) + norm_eps), where x is all values of a token's streams. The
+// first `num_streams` rows give the weights of the streams: sigmoid(scale * y + base) + eps. The
+// next rows, if `has_outputs`, give the weights of the layer's output: output_factor *
+// sigmoid(..) + output_eps. The others give the mixture, from each stream (rows) to each:
+// softmax(..) + eps, then columns divided by their sum + eps, then `num_rounds` - 1 times rows and
+// columns.
 struct MixIn {
   std::int64_t num_tokens, num_streams, dim;
   bool has_outputs;
-  std::int64_t num_rounds;  // 0: there is no mixture
+  std::int64_t num_rounds;  // 0: no mixture
   float norm_eps, eps, output_factor, output_eps;
   ValueType type;           // of streams and out
   const void* streams;      // (tokens, streams, dim)
   ValueType matrix_type;
-  const void* matrix;       // (rows, streams * dim)
-  const float* base;        // (rows)
-  const float* scales;      // of streams, outputs and mixture, as far as they are there
-  void* out;                // (tokens, dim)
-  float* weights;           // (tokens, rows - streams): of the output, then of the mixture
+  const void* matrix;  // (rows, streams * dim)
+  const float* base;  // (rows)
+  const float* scales;  // of streams, outputs and mixture, those that exist
+  void* out;  // (tokens, dim)
+  float* weights;  // (tokens, rows - streams): of the output, then of the mixture
 
   std::int64_t num_values() const { return num_streams * dim; }
   std::int64_t num_mixed() const { return num_rounds > 0 ? num_streams * num_streams : 0; }
@@ -40,8 +42,8 @@ struct MixIn {
   std::int64_t num_rows() const { return num_streams + num_weights(); }
 };
 
-// out[to] = weights[to] * y + sum over streams of mixture[from, to] * streams[from]. In bf16 the weights,
-// the product, the sum and the result are rounded.
+// out[to] = weights[to] * y + sum over streams of mixture[from, to] * streams[from]. In bf16,
+// weights, product, sum and result are rounded.
 struct MixOut {
   std::int64_t num_tokens, num_streams, dim;
   ValueType type;
@@ -51,14 +53,14 @@ struct MixOut {
   void* out;             // (tokens, streams, dim)
 };
 
-// The arithmetic of one instruction set.
+// The functions of one instruction set.
 struct HyperKernels {
-  // Of some values of some tokens: their products with each row of the matrix, then with themselves. Those
-  // of token t are at sums + t * stride.
+  // For some values of some tokens, adds their products with each row of the matrix, and then with
+  // themselves. Token t's sums are at sums + t * stride.
   void (*multiply)(const MixIn& call, std::int64_t first_token, std::int64_t num_tokens,
                    std::int64_t first_value, std::int64_t num_values, float* sums,
                    std::int64_t stride);
-  // Writes the sum of a token's streams, weighed.
+  // Writes the weighted sum of a token's streams.
   void (*collapse)(const MixIn& call, std::int64_t token, const float* weights);
   void (*mix_out)(const MixOut& call, std::int64_t first_token, std::int64_t num_tokens);
 };
@@ -71,7 +73,7 @@ const HyperKernels& avx512_hyper();
 
 class HyperEngine {
  public:
-  // `isa` names the kernels as ExpertEngine::isa does.
+  // `isa` names the kernels as in ExpertEngine::isa.
   HyperEngine(ThreadPool& pool, const std::string& isa);
 
   void run(const MixIn& call);

@@ -1,5 +1,5 @@
-// Hyper-connections for one width of registers; each instruction set's file includes it with TANDEM_LANES
-// (floats of a register) set, inside a namespace of its own, after vectors.inl.
+// Hyper-connections for one width of registers. Each instruction set's file includes it, after
+// vectors.inl and inside its own namespace, with TANDEM_LANES set to the floats per register.
 
 using Halves = std::uint16_t __attribute__((vector_size(TANDEM_LANES * 2)));
 
@@ -14,8 +14,8 @@ inline Vector load_as_fp32(const void* values, std::int64_t index) {
   return v;
 }
 
-// Adds to sums[t][r] the products of `count` values of Tokens tokens, which are `stride` values apart, with
-// Rows rows that are as far apart.
+// Adds to sums[t][r] the products of `count` values of Tokens tokens with Rows rows; tokens and
+// rows are `stride` values apart.
 template <ValueType X, ValueType M, int Tokens, int Rows>
 inline void multiply_some(const void* x, const void* matrix, std::int64_t stride,
                           std::int64_t count, float (&sums)[Tokens][Rows]) {
@@ -44,7 +44,7 @@ inline void multiply_some(const void* x, const void* matrix, std::int64_t stride
     }
 }
 
-// The products of Tokens tokens with all rows and with themselves.
+// Multiplies Tokens tokens by all rows and by themselves.
 template <ValueType X, ValueType M, int Tokens>
 inline void multiply_tokens(const MixIn& call, const void* x, std::int64_t first_value,
                             std::int64_t count, float* sums, std::int64_t stride) {
@@ -100,7 +100,8 @@ void multiply(const MixIn& call, std::int64_t first_token, std::int64_t num_toke
   run(call, first_token, num_tokens, first_value, count, sums, stride);
 }
 
-constexpr std::int64_t kTile = 256;  // values of a stream that are in the nearest cache together
+// Values of a stream that are in the first-level cache together.
+constexpr std::int64_t kTile = 256;
 
 void collapse(const MixIn& call, std::int64_t token, const float* weights) {
   float values[kTile], sums[kTile];

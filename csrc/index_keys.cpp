@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::int64_t kKeysOfTask = 256;
 
-// Writes the numbers of the greatest `most` of more scores.
+// Writes the indices of the `most` greatest scores; `count` must be larger.
 void select_greatest(float* scores, std::int64_t count, std::int64_t most, std::int32_t* out) {
   for (std::int64_t i = 0; i < count; ++i)
     if (std::isnan(scores[i])) scores[i] = INFINITY;
@@ -19,7 +19,7 @@ void select_greatest(float* scores, std::int64_t count, std::int64_t most, std::
   sorted.assign(scores, scores + count);
   std::nth_element(sorted.begin(), sorted.begin() + most - 1, sorted.end(), std::greater<>());
   const float least = sorted[most - 1];
-  std::int64_t missing = most;  // of those that are just as good as the last one
+  std::int64_t missing = most;  // how many of those equal to the last one are needed
   for (std::int64_t i = 0; i < count; ++i) missing -= scores[i] > least;
   for (std::int64_t i = 0; i < count; ++i) {
     const bool is_equal = scores[i] == least && missing > 0;

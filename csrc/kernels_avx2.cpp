@@ -1,8 +1,9 @@
-// AVX2 with FMA and F16C: Haswell and Zen onwards, that is nearly every PC of the last ten years.
+// AVX2 with FMA and F16C: Haswell and Zen onwards, which is nearly every PC of the last ten years.
 //
-// Two registers hold one column (four int8, one fp32) of a block's 16 rows, so a weight is loaded
-// once and multiplied with a broadcast activation per token: no sum across lanes, one stream of
-// memory per thread. From five tokens on a block's weights are decoded once into a small panel.
+// Two registers hold one column (four for int8, one for fp32) of a block's 16 rows, so a weight is
+// loaded once and multiplied by a broadcast activation per token. There is no sum across lanes, and
+// one stream of memory per thread. From five tokens on, a block's weights are decoded once into a
+// small panel.
 #include <immintrin.h>
 
 #include <cmath>
@@ -21,7 +22,8 @@ struct Maddubs {
 
   static __m256i add(__m256i part, __m256i codes, __m256i x) {
     part = _mm256_add_epi16(part, _mm256_maddubs_epi16(codes, x));
-    // GCC would first compute all products and then add them in a tree, through memory: half speed.
+    // Without the barrier GCC computes all products first and then adds them in a tree through
+    // memory, at half the speed.
     __asm__("" : "+x"(part));
     return part;
   }
@@ -81,7 +83,7 @@ void quantize32(const float* x, __m256 kept, __m256 inverse, std::int8_t* out, _
   }
   const __m256i bytes =
       _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works in halves
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works within halves
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_permutevar8x32_epi32(bytes, order));
 }
 
@@ -91,7 +93,7 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, Format fo
   for (std::int64_t g = 0; g < cols / group; ++g) {
     const float* x = row + g * group;
     __m256i largest = _mm256_setzero_si256();
-    for (std::int64_t k = 0; k < group; k += 8) {  // as whole numbers, NaN is above everything
+    for (std::int64_t k = 0; k < group; k += 8) {  // compared as integers, NaN is the greatest
       const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + k));
       largest = _mm256_max_epi32(largest, _mm256_and_si256(bits, magnitude));
     }
@@ -99,14 +101,14 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, Format fo
     const bool is_finite = top_bits < 0x7F800000;
     float top;
     std::memcpy(&top, &top_bits, sizeof top);
-    const bool is_rounded = is_finite && top >= kSmallestPeak;  // else all become zeros
+    const bool is_rounded = is_finite && top >= kSmallestPeak;  // otherwise all become zeros
     const __m256 kept = _mm256_castsi256_ps(_mm256_set1_epi32(is_rounded ? -1 : 0));
     const __m256 inverse = _mm256_set1_ps(is_rounded ? 127.0f / top : 0.0f);
     __m256i sum = _mm256_setzero_si256();
     if (group == 16) quantize16(x, kept, inverse, quantized + g * group, sum);
     for (std::int64_t k = 0; k + 32 <= group; k += 32)
       quantize32(x + k, kept, inverse, quantized + g * group + k, sum);
-    scales[g] = is_finite ? top / 127.0f : NAN;  // which makes every result NaN
+    scales[g] = is_finite ? top / 127.0f : NAN;  // NaN makes every result NaN
     sums[g] = stored_sum(format, sum_of(sum), scales[g]);
   }
 }
@@ -129,7 +131,7 @@ void to_bf16(const float* row, std::int64_t cols, std::uint16_t* out) {
 
 // exp(x) to about 1e-7 relative: 2^n times a polynomial on [-ln2/2, ln2/2] (Taylor to x^6).
 __m256 exp_ps(__m256 x) {
-  x = _mm256_max_ps(_mm256_set1_ps(-87.0f), _mm256_min_ps(_mm256_set1_ps(88.0f), x));  // NaN stays
+  x = _mm256_max_ps(_mm256_set1_ps(-87.0f), _mm256_min_ps(_mm256_set1_ps(88.0f), x));  // keeps NaN
   const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)),
                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
@@ -146,7 +148,8 @@ __m256 sigmoid(__m256 x) {
   return _mm256_div_ps(one, _mm256_add_ps(one, exp_ps(_mm256_sub_ps(_mm256_setzero_ps(), x))));
 }
 
-// cap * tanh(x / cap); near zero by its series, as 2 * sigmoid(2 x) - 1 has fewer digits there.
+// cap * tanh(x / cap). Near zero it uses the series, because 2 * sigmoid(2 x) - 1 loses digits
+// there.
 __m256 softcapped(__m256 x, float cap) {
   const __m256 one = _mm256_set1_ps(1.0f);
   x = _mm256_div_ps(x, _mm256_set1_ps(cap));
@@ -159,7 +162,7 @@ __m256 softcapped(__m256 x, float cap) {
   return _mm256_mul_ps(_mm256_blendv_ps(far, near, is_near), _mm256_set1_ps(cap));
 }
 
-// Minimum and maximum return their second operand if one is NaN: the value comes second.
+// Minimum and maximum return their second operand if one is NaN, so the value comes second.
 __m256 activated(const ActivationSpec& spec, __m256 gate, __m256 up) {
   switch (spec.kind) {
     case Activation::kGeluTanhGate: {
@@ -213,7 +216,7 @@ std::uint64_t read(const std::uint8_t* data, std::int64_t bytes) {
   return lanes[0] + lanes[1] + lanes[2] + lanes[3];
 }
 
-// The empty statement keeps the loop: the compiler must believe that the registers are looked at.
+// The empty statement keeps the loop, because the compiler must assume that the registers are read.
 template <class Add>
 std::int64_t multiply(std::int64_t count, std::int64_t products, Add add) {
   __m256i sums[8] = {};

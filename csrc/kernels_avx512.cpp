@@ -1,8 +1,8 @@
 // AVX-512 with VNNI, BF16 and VBMI (Zen 4, Ice Lake with BF16, Sapphire Rapids onwards).
 //
-// A register holds one column (four int8, two bf16) of a block's 16 rows, so a weight is loaded
-// once and multiplied with a broadcast activation per token: no sum across lanes, one stream of
-// memory per thread. The two regimes are in avx512/.
+// A register holds one column (four for int8, two for bf16) of a block's 16 rows, so a weight is
+// loaded once and multiplied by a broadcast activation per token. There is no sum across lanes, and
+// one stream of memory per thread. The code for few and for many tokens is in avx512/.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 namespace tandem {
 namespace {
 
-// Calls with<Group>() for the columns that share a scale; returns false for as many as no tile is
-// made for.
+// Calls with<Group>() for the number of columns that share a scale; returns false if no tile is
+// compiled for it.
 template <Format F, typename With>
 bool with_group(std::int64_t group, const With& with) {
   constexpr int kOwn = static_cast<int>(encoding(F).group);
@@ -66,7 +66,7 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, Format fo
   for (std::int64_t g = 0; g < cols / group; ++g) {
     const float* x = row + g * group;
     __m512 largest = _mm512_setzero_ps();
-    __mmask16 nans = 0;  // the maximum would lose them; they must come out as NaN
+    __mmask16 nans = 0;  // the maximum would lose NaN, but it must be in the result
     for (std::int64_t k = 0; k < group; k += 16) {
       const __m512 values = _mm512_loadu_ps(x + k);
       nans |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
@@ -94,7 +94,7 @@ void to_bf16(const float* row, std::int64_t cols, std::uint16_t* out) {
 
 // exp(x) to about 1e-7 relative: 2^n times a polynomial on [-ln2/2, ln2/2] (Taylor to x^6).
 __m512 exp_ps(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-88.0f), _mm512_min_ps(_mm512_set1_ps(88.0f), x));  // NaN stays
+  x = _mm512_max_ps(_mm512_set1_ps(-88.0f), _mm512_min_ps(_mm512_set1_ps(88.0f), x));  // keeps NaN
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -109,7 +109,8 @@ __m512 sigmoid(__m512 x) {
   return _mm512_div_ps(one, _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
-// cap * tanh(x / cap); near zero by its series, as 2 * sigmoid(2 x) - 1 has fewer digits there.
+// cap * tanh(x / cap). Near zero it uses the series, because 2 * sigmoid(2 x) - 1 loses digits
+// there.
 __m512 softcapped(__m512 x, float cap) {
   const __m512 one = _mm512_set1_ps(1.0f);
   x = _mm512_div_ps(x, _mm512_set1_ps(cap));
@@ -122,7 +123,7 @@ __m512 softcapped(__m512 x, float cap) {
   return _mm512_mul_ps(_mm512_mask_blend_ps(is_near, far, near), _mm512_set1_ps(cap));
 }
 
-// Minimum and maximum return their second operand if one is NaN: the value comes second.
+// Minimum and maximum return their second operand if one is NaN, so the value comes second.
 __m512 activated(const ActivationSpec& spec, __m512 gate, __m512 up) {
   switch (spec.kind) {
     case Activation::kGeluTanhGate: {
@@ -175,7 +176,7 @@ std::uint64_t read(const std::uint8_t* data, std::int64_t bytes) {
   return static_cast<std::uint64_t>(_mm512_reduce_add_epi64(sum));
 }
 
-// The empty statement keeps the loop: the compiler must believe that the registers are looked at.
+// The empty statement keeps the loop, because the compiler must assume that the registers are read.
 std::int64_t multiply_int8(std::int64_t count) {
   __m512i sums[8] = {};
   const __m512i one = _mm512_set1_epi8(1);

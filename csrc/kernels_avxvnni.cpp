@@ -1,5 +1,5 @@
-// AVX-VNNI (Alder Lake onwards, without AVX-512): AVX2's kernels, with four bytes multiplied and
-// added to 32 bits in one instruction.
+// AVX-VNNI (Alder Lake onwards, without AVX-512): AVX2's kernels with one instruction that
+// multiplies four bytes and adds them to 32 bits.
 #include "avx2/integer.hpp"
 #include "grid_product.hpp"
 
@@ -12,7 +12,7 @@ struct Dpbusd {
   static __m256i add(__m256i part, __m256i codes, __m256i x) {
 #if defined(__AVXVNNI__)
     return _mm256_dpbusd_avx_epi32(part, codes, x);
-#else  // checks/ builds this file for a processor with AVX-512 only: the same arithmetic
+#else  // checks/ builds this file for processors with only AVX-512: the same arithmetic
     return _mm256_dpbusd_epi32(part, codes, x);
 #endif
   }
@@ -31,7 +31,7 @@ void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const A
   avx2_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);
 }
 
-// The empty statement keeps the loop: the compiler must believe that the registers are looked at.
+// The empty statement keeps the loop, because the compiler must assume that the registers are read.
 std::int64_t multiply_int8(std::int64_t count) {
   __m256i sums[8] = {};
   const __m256i one = _mm256_set1_epi8(1);

@@ -1,4 +1,5 @@
-// Plain C++: the fallback for any processor, and the readable statement of what the others compute.
+// Plain C++: the fallback for any processor, and the readable definition of what the other kernels
+// compute.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -14,10 +15,10 @@ namespace {
 using Codes = std::int16_t[kBlockRows][kStripCols];
 using Column = float __attribute__((vector_size(kBlockRows * 4)));  // of a block
 
-constexpr std::int64_t kTokens = 8;  // that share a strip once it is unpacked
+constexpr std::int64_t kTokens = 8;  // tokens that share an unpacked strip
 
-// Adds a plane of kWidth bits to codes of which `done` bits are there: 64 bytes hold a code of 4
-// columns, or of 8, 16 or 32 in turn.
+// Adds a plane of kWidth bits to codes whose lower `done` bits are set: 64 bytes hold a code of 4
+// columns, or of 8, 16 or 32 interleaved.
 template <int kWidth>
 void add_plane(const std::uint8_t* plane, std::int64_t fours, int done, std::uint8_t (*codes)[64]) {
   constexpr int kPerByte = 8 / kWidth;
@@ -29,8 +30,8 @@ void add_plane(const std::uint8_t* plane, std::int64_t fours, int done, std::uin
     }
 }
 
-// The codes of a strip's first `cols` columns, less the code that stands for zero. Their bits lie
-// in planes, the lowest ones first; of four neighbours in a plane each is a byte of one row.
+// The codes of a strip's first `cols` columns minus the code for zero. Their bits are in planes,
+// lowest first. Of four consecutive bytes in a plane, each belongs to one column of the same row.
 void unpack(Format format, const std::uint8_t* plane, std::int64_t cols, Codes& out) {
   const Encoding& e = encoding(format);
   const std::int64_t fours = cols / 4;
@@ -59,14 +60,14 @@ void unpack(Format format, const std::uint8_t* plane, std::int64_t cols, Codes& 
         out[row][4 * four + i] = static_cast<std::int16_t>(codes[four][4 * row + i] - offset);
 }
 
-// A number in a row's words, of which 16 rows lie side by side.
+// A number in a row's words; the words of 16 rows are interleaved.
 int number_at(const std::uint8_t* super, const BitField& field, int i, std::int64_t row) {
   std::uint32_t word;
   std::memcpy(&word, super + field.at(i) / 32 * 4 * kBlockRows + 4 * row, sizeof word);
   return static_cast<int>(word >> field.at(i) % 32 & ((1u << field.width) - 1));
 }
 
-// The signs of eight columns, a bit each.
+// The signs of eight columns, one bit each.
 int signs_at(const std::uint8_t* super, const Grid& grid, int eight, std::int64_t row) {
   const int bits = number_at(super, grid.signs, eight, row);
   switch (grid.sign_kind()) {
@@ -80,7 +81,7 @@ int signs_at(const std::uint8_t* super, const Grid& grid, int eight, std::int64_
   return 0;
 }
 
-// As unpack(), of a format with a grid; `block` has all columns.
+// Like unpack(), for a format with a grid; `block` has all columns.
 void unpack_lines(Format format, const std::uint8_t* block, std::int64_t column, Codes& out) {
   const Encoding& e = encoding(format);
   const Grid& grid = *e.grid;
@@ -97,7 +98,7 @@ void unpack_lines(Format format, const std::uint8_t* block, std::int64_t column,
     }
 }
 
-// The codes of a strip from `column` on, `cols` of them.
+// Unpacks `cols` codes of a strip, from `column` on.
 void unpack(const PackedMatrix& m, const std::uint8_t* block, std::int64_t column,
             std::int64_t cols, Codes& out) {
   if (is_grid(m.format)) return unpack_lines(m.format, block, column, out);
@@ -137,7 +138,7 @@ Scale scale_at(const PackedMatrix& m, std::int64_t block, std::int64_t g, std::i
   if (is_grid(m.format)) return {grid_scale_at(m, block, g, row), 0};
   const std::int64_t index = block * (m.cols / m.group) + g;
   const Encoding& e = encoding(m.format);
-  if (e.scale == ScaleKind::kE8m0)  // half of 2^(e - 127): the codes are doubled
+  if (e.scale == ScaleKind::kE8m0)  // half of 2^(e - 127), because codes are doubled
     return {std::ldexp(1.0f, m.scales[index * 16 + row] - 128), 0};
   if (e.scale == ScaleKind::kE4m3OfRow) {
     float factor;
@@ -173,7 +174,7 @@ void add_products(const Codes& codes, std::int64_t begin, const std::int8_t* q,
   }
 }
 
-// A block of rows times up to kTokens activations from the first of `x` on.
+// Multiplies a block of rows by up to kTokens activations, from the first of `x` on.
 void multiply_codes(const PackedMatrix& m, std::int64_t b, const Activations& x,
                     std::int64_t num_tokens, float (*totals)[kBlockRows]) {
   const std::uint8_t* block = m.data + b * code_bytes(m.format, m.cols);
@@ -204,7 +205,7 @@ void multiply_codes(const PackedMatrix& m, std::int64_t b, const Activations& x,
   }
 }
 
-// Weights of some columns, a column after the other. A word of 32 bits has neighbours of one row.
+// Converts weights to floats, column by column. A word of 32 bits holds neighbours of one row.
 template <int kBits, typename ToFloat>
 void to_floats(const std::uint8_t* codes, std::int64_t cols, float (*out)[kBlockRows],
                ToFloat to_float) {
@@ -236,7 +237,7 @@ float activation_at(Format format, const Activations& x, std::int64_t index) {
   return format == Format::kFp16 ? x.fp32[index] : bf16_to_float(x.bf16[index]);
 }
 
-// As multiply_codes(), of weights in floating point; the 16 rows of an fp8 block share scales.
+// Like multiply_codes(), for floating-point weights; the 16 rows of an fp8 block share scales.
 void multiply_floats(const PackedMatrix& m, std::int64_t b, const Activations& x,
                      std::int64_t num_tokens, float (*totals)[kBlockRows]) {
   const std::uint8_t* block = m.data + b * code_bytes(m.format, m.cols);
@@ -266,18 +267,20 @@ void multiply_floats(const PackedMatrix& m, std::int64_t b, const Activations& x
   }
 }
 
-// Rounds to the nearest even, for up to 2^22: no call, so that loops of it become vectors.
+// Rounds to the nearest even for |x| up to 2^22. Without a call, so that loops of it are
+// vectorized.
 float rounded(float x) { return (x + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23
 
 void quantize(const float* row, std::int64_t cols, std::int64_t group, Format format,
               std::int8_t* quantized, float* scales, std::int32_t* sums) {
   for (std::int64_t g = 0; g < cols / group; ++g) {
     const float* x = row + g * group;
-    std::int32_t bits = 0;  // of positive numbers are in order, then infinity, then NaN
+    std::int32_t bits = 0;  // ordered for positive numbers, then infinity, then NaN
     for (std::int64_t k = 0; k < group; ++k)
       bits = std::max(bits, std::bit_cast<std::int32_t>(x[k]) & 0x7FFFFFFF);
     const auto largest = std::bit_cast<float>(bits);
-    const bool is_finite = std::isfinite(largest);  // else the scale is NaN, and every result
+    // Otherwise the scale is NaN, and so is every result.
+    const bool is_finite = std::isfinite(largest);
     const float inverse = largest >= kSmallestPeak && is_finite ? 127.0f / largest : 0;
     std::int32_t sum = 0;
     for (std::int64_t k = 0; k < group; ++k) {
@@ -302,7 +305,6 @@ void to_fp16(const float* values, std::int64_t count, std::uint16_t* out) {
   store_values(values, count, ValueType::kFp16, out);
 }
 
-// Where the activations of a token on begin.
 Activations from_token(Activations x, std::int64_t t) {
   if (x.quantized != nullptr) x.quantized += t * x.stride;
   if (x.scales != nullptr) x.scales += t * x.group_stride;
@@ -341,7 +343,7 @@ float softcapped(float x, float cap) { return cap * std::tanh(x / cap); }
 float activated(const ActivationSpec& spec, float gate, float up) {
   switch (spec.kind) {
     case Activation::kGeluTanhGate: return gelu_tanh(gate) * up;
-    case Activation::kRelu2: return gate <= 0 ? 0 : gate * gate;  // NaN stays
+    case Activation::kRelu2: return gate <= 0 ? 0 : gate * gate;  // keeps NaN
     case Activation::kSoftcapped:
       return softcapped(gate, spec.alpha) * sigmoid(gate) * softcapped(up, spec.limit);
     case Activation::kSwiglu: {

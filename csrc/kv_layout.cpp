@@ -8,11 +8,11 @@ namespace tandem {
 namespace {
 
 constexpr float kLargest = 127.0f;
-constexpr float kSmallestScale = 1e-32f;  // below it everything is rounded to zeros
+constexpr float kSmallestScale = 1e-32f;  // a smaller scale rounds everything to zeros
 
 void clear(std::uint8_t* block, std::int64_t num_bytes) { std::fill_n(block, num_bytes, 0); }
 
-// The greatest magnitude; NaN where a value is no finite number, which maxima would pass over.
+// The greatest magnitude; NaN if a value is not finite, which a plain maximum would miss.
 float peak_of(const float* values, std::int64_t count) {
   float peak = 0, residue = 0;
   for (std::int64_t i = 0; i < count; ++i) {
@@ -22,8 +22,8 @@ float peak_of(const float* values, std::int64_t count) {
   return peak + residue;
 }
 
-// Where value d of a key, or of a value, of the position `at` of a block lies. `Pack` is known when
-// the loop is compiled: dividing by it would cost more than everything else.
+// The position of value d of a key (or value) at position `at` in a block. `Pack` is a compile-time
+// constant, because dividing by it would cost more than all else.
 template <int Pack>
 std::int64_t key_place(std::uint64_t d, std::int64_t at, std::int64_t) {
   return (static_cast<std::int64_t>(d / Pack) * kKvBlock + at) * Pack + d % Pack;
@@ -58,7 +58,8 @@ template <auto Place>
 void store_int8(std::uint8_t* block, const float* values, std::int64_t dim, std::int64_t at,
                 std::int64_t width, int offset, float* scale) {
   *scale = scale_of(values, dim);
-  if (std::isnan(*scale)) return;  // codes say nothing, but everything that reads them is NaN
+  // Codes do not matter, because every result with this scale is NaN.
+  if (std::isnan(*scale)) return;
   const float factor = *scale > kSmallestScale ? 1.0f / *scale : 0.0f;
   for (std::int64_t d = 0; d < dim; ++d)
     block[Place(d, at, width)] =

@@ -1,4 +1,4 @@
-// Vectors that begin with a line of the cache: what is loaded a line at a time takes half as long then.
+// Vectors aligned to a cache line, so that loading a line takes half as long.
 #pragma once
 
 #include <cstddef>

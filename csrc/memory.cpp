@@ -24,7 +24,7 @@ bool advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] std::int64_
 
 void read_ahead([[maybe_unused]] const void* data, [[maybe_unused]] std::int64_t bytes) {
 #if defined(__linux__)
-  // Linux reads no more at one advice than a device's window, of which this is the usual one.
+  // Linux reads at most one read-ahead window per advice; this is the usual window.
   constexpr std::uintptr_t kAdvisedBytes = 128 << 10;
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<std::uintptr_t>(data);

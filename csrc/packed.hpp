@@ -1,4 +1,4 @@
-// Packed weights as the kernels see them; docs/formats.md has the layout, byte by byte.
+// Packed weights as the kernels see them; docs/formats.md has the layout byte by byte.
 #pragma once
 
 #include <bit>
@@ -8,7 +8,7 @@
 
 namespace tandem {
 
-// The numbers are those that tandem.kernels.native passes; `kEncodings` is in their order.
+// The values are those that tandem.kernels.native passes; `kEncodings` is in their order.
 enum class Format : int {
   kBf16 = 0,
   kInt8 = 1,
@@ -34,7 +34,7 @@ enum class Format : int {
   kIq2S = 21,
   kIq1S = 22,
   kIq1M = 23,
-  // Not of experts: what lines of a grid become before they are multiplied.
+  // Not for experts: the form of a grid's lines before they are multiplied.
   kStrips32 = 24,
   kStrips16 = 25
 };
@@ -45,24 +45,25 @@ enum class ScaleKind {
   kFp16,
   kE8m0,
   kFp32OfBlock,
-  kInt8OfSuper,     // bytes, to be multiplied by an fp16 factor of 256 columns
-  kNibblesOfSuper,  // the same, a scale and above it a minimum in one byte
-  kE4m3OfRow,       // bytes, to be multiplied by an fp32 factor of the row
+  kInt8OfSuper,  // bytes, times an fp16 factor per 256 columns
+  kNibblesOfSuper,  // the same, with a scale and above it a minimum in each byte
+  kE4m3OfRow,  // bytes, times an fp32 factor per row
   kFp32,
-  kOfGrid           // among the codes, to be multiplied by an fp16 factor of 256 columns
+  kOfGrid  // among the codes, times an fp16 factor per 256 columns
 };
 
-// What a format is made of; the kernels ask this, never a format's name.
+// The properties of a format. Kernels use these, never a format's name.
 struct Encoding {
-  int bits;                          // of a code: 16, 8, or planes of 4, 2 and 1 bits
+  int bits;  // per code: 16, 8, or planes of 4, 2 and 1 bits
   ScaleKind scale = ScaleKind::kNone;
-  bool has_minima = false;           // whether each scale has a minimum beside it
-  int offset = 0;                    // the unsigned code that stands for zero
-  int largest = 0;                   // the largest unsigned code, of integer formats
-  std::int64_t group = 0;            // columns that share a scale; 0: the matrix says
-  const std::uint8_t* table = nullptr;  // from 16 stored codes to unsigned ones
-  float unit = 1;                       // what a code of one stands for, of tables; a power of two
-  const Grid* grid = nullptr;  // `table` has its signs above the numbers' bits; no planes
+  bool has_minima = false;  // whether each scale has a minimum
+  int offset = 0;  // the unsigned code for zero
+  int largest = 0;  // the largest unsigned code of integer formats
+  std::int64_t group = 0;  // columns that share a scale; 0: set by the matrix
+  const std::uint8_t* table = nullptr;  // maps 16 stored codes to unsigned ones
+  float unit = 1;  // for tables: the value of one step of the codes; a power of two
+  // `table` is indexed by a sign bit above the number's bits; no planes.
+  const Grid* grid = nullptr;
 };
 
 // Twice the values of e2m1, plus 12.
@@ -71,8 +72,9 @@ constexpr std::uint8_t kE2m1Table[16] = {12, 13, 14, 15, 16, 18, 20, 24,
 // llama.cpp's kvalues_iq4nl, plus 127.
 constexpr std::uint8_t kIq4Table[16] = {0,   23,  44,  62,  78,  92,  105, 117,
                                         128, 140, 152, 165, 180, 196, 216, 240};
-// Numbers of grids without signs, then with them. Half those of IQ3_XXS, plus 31; IQ3_S's plus 15; IQ2's
-// plus 43; eight times those of IQ1, one more without the sign and one less with it, plus 9.
+// Unsigned codes of the grids' numbers, first without the sign bit, then with it: half of IQ3_XXS's
+// number plus 31, IQ3_S's plus 15, IQ2's plus 43, and eight times IQ1's plus 9, to which the sign
+// bit adds -1 if it is set and 1 otherwise.
 constexpr std::uint8_t kIq3XxsTable[16] = {33, 37, 41, 45, 49, 53, 57, 62,
                                            29, 25, 21, 17, 13, 9,  5,  0};
 constexpr std::uint8_t kIq3STable[16] = {16, 18, 20, 22, 24, 26, 28, 30,
@@ -109,15 +111,15 @@ constexpr Encoding kEncodings[] = {
     {8, ScaleKind::kFp32, false, 0, 255, 16},  // kStrips16
 };
 constexpr int kNumEncodings = sizeof kEncodings / sizeof kEncodings[0];
-constexpr int kNumFormats = kNumEncodings - 2;  // that experts may have
+constexpr int kNumFormats = kNumEncodings - 2;  // formats that experts may have
 
 constexpr const Encoding& encoding(Format format) { return kEncodings[static_cast<int>(format)]; }
 
 constexpr bool is_grid(Format format) { return encoding(format).grid != nullptr; }
 
-// Whether AVX2's and AVX-512's products are compiled for a format: not for grids, whose lines become
-// strips of bytes first. A build that is made to find mistakes in memory leaves out formats whose planes,
-// tables and scales others have; the portable kernels have them all.
+// Whether AVX2's and AVX-512's products are compiled for a format. Not for grids, whose lines
+// become strips of bytes first. Builds for finding memory errors omit formats whose planes, tables
+// and scales also occur in others; the portable kernels have them all.
 constexpr bool has_vector_kernels(Format format) {
 #if defined(TANDEM_FORMATS_OF_EACH_KIND)
   for (const Format alike :
@@ -128,8 +130,8 @@ constexpr bool has_vector_kernels(Format format) {
 }
 
 constexpr std::int64_t kBlockRows = 16;
-constexpr std::int64_t kSuperCols = 256;  // that share a scale of their groups' scales
-constexpr std::int64_t kStripCols = 32;   // whose planes of bits follow each other
+constexpr std::int64_t kSuperCols = 256;  // columns whose groups' scales share a factor
+constexpr std::int64_t kStripCols = 32;  // the planes of bits of a strip are adjacent
 constexpr std::int64_t kRowFactorBytes = 64;  // fp32 factors of a block's rows
 
 // `blocks` blocks of 16 rows with `cols` columns each (padded to whole groups).
@@ -137,7 +139,7 @@ struct PackedMatrix {
   Format format;
   std::int64_t blocks;
   std::int64_t cols;
-  std::int64_t group;  // columns that share a scale; 0 without scales
+  std::int64_t group;  // columns that share a scale; 0: no scales
   const std::uint8_t* data;
   const std::uint8_t* scales;
   const float* bias;  // one per padded row, or null
@@ -146,19 +148,19 @@ struct PackedMatrix {
 // Rows of activations in the form that a format multiplies with. Row t begins t * stride values
 // after the first; a stride of 0 repeats one row.
 struct Activations {
-  const std::int8_t* quantized;  // integer formats; scales and sums have one value per group
+  const std::int8_t* quantized;  // for integer formats; scales and sums have one value per group
   const float* scales;
-  const std::int32_t* sums;   // of the group's values, see stored_sum()
+  const std::int32_t* sums;  // of the group's values, see stored_sum()
   const std::uint16_t* bf16;  // kBf16, kFp8: e4m3 is exact in bf16
-  const float* fp32;          // kFp16: bf16 would lose digits of its weights, fp16 the range
-  std::int64_t stride;        // in values
+  const float* fp32;  // kFp16: bf16 would lose digits of its weights, fp16 would lose range
+  std::int64_t stride;  // in values
   std::int64_t group_stride;  // in groups
 
-  // Of formats with minima, a group's sum times its scale.
+  // For formats with minima: a group's sum times its scale.
   float scaled_sum(std::int64_t group) const { return std::bit_cast<float>(sums[group]); }
 };
 
-// What a format's activations are: int8 with scales and sums, bf16, or fp32.
+// The form of a format's activations: int8 with scales and sums, bf16, or fp32.
 enum class ActivationForm { kInt8, kBf16, kFp32 };
 
 constexpr ActivationForm activation_form(Format format) {
@@ -174,14 +176,14 @@ constexpr bool is_integer(Format format) {
   return activation_form(format) == ActivationForm::kInt8;
 }
 
-// Bytes of the codes of so many columns of a block; of grids they are multiples of 256.
+// Bytes of the codes of `cols` columns of a block; for grids, `cols` is a multiple of 256.
 constexpr std::int64_t code_bytes(Format format, std::int64_t cols) {
   if (is_grid(format)) return cols / kSuperCols * encoding(format).grid->words * 4 * kBlockRows;
   return cols * kBlockRows * encoding(format).bits / 8;
 }
 
-// Scales lie one after the other by group, those of a block's 16 rows (and then their minima) side
-// by side. Factors of a super-block, or of the rows, come first, then the bytes of its groups.
+// Scales are stored by group: those of a block's 16 rows, then their minima. Factors of a
+// super-block, or of the rows, come before the bytes of its groups.
 constexpr std::int64_t scale_bytes(Format format, std::int64_t cols, std::int64_t group) {
   const std::int64_t lines = encoding(format).has_minima ? 2 : 1;
   switch (encoding(format).scale) {
@@ -201,13 +203,13 @@ constexpr std::int64_t scale_bytes(Format format, std::int64_t cols, std::int64_
   return 0;
 }
 
-// Whether columns come in super-blocks, whose scales have factors.
+// Whether columns are in super-blocks, whose scales have factors.
 constexpr bool has_supers(Format format) {
   return encoding(format).scale == ScaleKind::kInt8OfSuper ||
          encoding(format).scale == ScaleKind::kNibblesOfSuper || is_grid(format);
 }
 
-// Where the factors of a group's super-block lie, and the group's own bytes after them; `index`
+// Offsets of the factors of a group's super-block, and of the group's own bytes after them; `index`
 // counts groups over all blocks.
 constexpr std::int64_t super_begin(Format format, std::int64_t index) {
   const std::int64_t group = encoding(format).group;
@@ -220,7 +222,7 @@ constexpr std::int64_t in_super(Format format, std::int64_t index) {
   return factors + index % (kSuperCols / encoding(format).group) * (has_two ? 32 : 16);
 }
 
-// Where a group's e4m3 scales lie, behind the factors of this block's rows and of those before.
+// Offset of a group's e4m3 scales, after the row factors of this and all earlier blocks.
 constexpr std::int64_t e4m3_begin(std::int64_t block, std::int64_t index) {
   return (block + 1) * kRowFactorBytes + index * 16;
 }
@@ -229,20 +231,22 @@ constexpr std::int64_t row_factors(Format format, std::int64_t block, std::int64
   return block * scale_bytes(format, cols, encoding(format).group);
 }
 
-// A group's dot product of integers is below 2^22. A sum that starts at the bits of this float, 1.5 *
-// 2^23, has the bits of that float plus the product, so that nothing converts it: multiplied with a
-// scale in one instruction, it has the base times the scale taken off.
+// A group's integer dot product is below 2^22. If a sum starts at the bits of this float, 1.5 *
+// 2^23, its bits are those of the float plus the product, so no conversion is needed. One
+// instruction multiplies it by a scale and subtracts the base times the scale.
 constexpr float kSumBase = 12582912.0f;
 constexpr std::int32_t kSumStart = std::bit_cast<std::int32_t>(kSumBase);
 
-// Whether the base times a scale is exact: a scale has 11 digits of fp16, or 18 with those of a byte.
+// Whether the base times a scale is exact: a scale has the 11 digits of fp16, or 18 with those of a
+// byte.
 constexpr bool has_short_scales(Format format) {
   return encoding(format).scale != ScaleKind::kE4m3OfRow;
 }
 
-// How the sum of a group's int8 values is kept. What the codes' offset adds to a dot product is taken
-// off by starting the accumulator at the base less the sum times it; a minimum is multiplied with the
-// bits of a float, the sum times the scale.
+// How the sum of a group's int8 values is stored. Without minima, it is where the accumulator
+// starts: the base minus the sum times the codes' offset, which removes what the offset adds to a
+// dot product. With minima, it is the bits of a float that is multiplied by the minimum: the sum
+// times the scale.
 inline std::int32_t stored_sum(Format format, std::int32_t sum, float scale) {
   if (!encoding(format).has_minima) return kSumStart - encoding(format).offset * sum;
   return std::bit_cast<std::int32_t>(scale * static_cast<float>(sum));

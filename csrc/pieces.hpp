@@ -1,4 +1,4 @@
-// Long work on matrices in memory or in mapped files, cut into pieces that threads take in order.
+// Long work on matrices in memory or in mapped files, split into pieces that threads take in order.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,9 @@
 
 namespace tandem {
 
-// What a thread takes at a time: worth a thread's start, and its source stays in a core's cache.
+// Weights per piece: worth starting a thread, and the source still fits a core's cache.
 inline constexpr std::int64_t kPieceWeights = 1 << 18;
-// Pieces that are asked for ahead: enough to keep a disk's queue full.
+// Pieces to prefetch: enough to keep a disk's queue full.
 inline constexpr std::int64_t kPiecesAhead = 32;
 
 // Some blocks of 16 rows of a matrix; `Call` has `rows` and `cols`.
@@ -39,15 +39,15 @@ std::vector<Piece<Call>> cut(std::span<const Call> calls) {
   return pieces;
 }
 
-// Where a piece's source lies.
+// The address range of a piece's source.
 struct Extent {
   const void* begin;
   std::int64_t bytes;
 };
 
-// Calls `do_block(call, block)` for every block of all matrices, by up to `num_threads` threads,
-// until one returns false; `source_of(piece)` is read ahead of them. Returns whether all were true.
-// Where the system gives no more threads, those that there are do all.
+// Calls `do_block(call, block)` for every block of all matrices in up to `num_threads` threads,
+// until one returns false; prefetches `source_of(piece)`. Returns whether all were true. If the
+// system gives fewer threads, those that exist do all the work.
 template <class Call, class SourceOf, class DoBlock>
 bool do_pieces(std::span<const Call> calls, int num_threads, SourceOf source_of, DoBlock do_block) {
   const std::vector<Piece<Call>> pieces = cut(calls);
@@ -78,7 +78,7 @@ bool do_pieces(std::span<const Call> calls, int num_threads, SourceOf source_of,
   } catch (const std::system_error&) {
   }
   work();
-  helpers.clear();  // waits for them
+  helpers.clear();  // joins them
   return is_well.load();
 }
 

@@ -1,4 +1,5 @@
-// Sixteen rows of codes and scales as sources have them, written as a block of a packed matrix.
+// Sixteen rows of codes and scales in the form of their sources, written as a block of a packed
+// matrix.
 #pragma once
 
 #include <bit>
@@ -11,21 +12,22 @@
 
 namespace tandem {
 
-// 32 numbers of one row: unsigned codes, the bits of an fp16 scale, or of an e8m0 one, and a minimum.
+// 32 numbers of one row: unsigned codes, the bits of an fp16 or e8m0 scale, and a minimum.
 struct Strip {
   static constexpr std::int64_t kCols = kStripCols;
   std::uint8_t codes[kCols];
   std::uint16_t scales[2];
 };
 
-// 64 numbers of one row with e4m3 scales of 16.
+// 64 numbers of one row with an e4m3 scale per 16.
 struct Sixteens {
   static constexpr std::int64_t kCols = 64;
   std::uint8_t codes[kCols];
   std::uint8_t scales[4];
 };
 
-// 256 numbers of one row: unsigned codes, bytes of each group's scale and minimum, fp16 factors.
+// 256 numbers of one row: unsigned codes, the bytes of each group's scale and minimum, and fp16
+// factors.
 struct Super {
   static constexpr std::int64_t kCols = kSuperCols;
   std::uint8_t codes[kCols];
@@ -41,7 +43,7 @@ struct Lines {
   std::uint16_t factor;
 };
 
-// Beyond it an e8m0 scale is NaN or its numbers leave fp32.
+// Larger e8m0 scales are NaN, or numbers would leave fp32's range.
 constexpr std::uint16_t kLargestE8m0 = 252;
 constexpr std::uint8_t kE4m3Nan = 0x7F;  // without the sign
 
@@ -59,7 +61,7 @@ inline std::uint32_t word_at(const std::uint8_t* at) {
 
 inline bool is_finite(std::uint16_t half) { return (half & 0x7C00) != 0x7C00; }
 
-// Joins fields of `Width` bits, one of each byte, from 8 / Width neighbouring dwords of codes.
+// Joins fields of `Width` bits, one per byte, from 8 / Width consecutive dwords of codes.
 template <int Width>
 std::uint32_t joined(const std::uint8_t* codes, int shift) {
   constexpr std::uint32_t kMask = 0x01010101u * ((1u << Width) - 1);

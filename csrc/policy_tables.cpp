@@ -9,14 +9,14 @@
 namespace tandem {
 namespace {
 
-// What moves each row: (truth - predicted) / 2**shift, rounded.
+// The change of each row: (truth - predicted) / 2**shift, rounded.
 std::int32_t change_of(std::int32_t truth, std::int32_t predicted, int shift) {
   const std::int32_t half = (1 << shift) >> 1;
   const auto error = static_cast<std::uint32_t>(truth - predicted + kErrorOffset + half);
   return static_cast<std::int32_t>(error >> shift) - (kErrorOffset >> shift);
 }
 
-// As Python divides: models mark places that are no text by negative ids.
+// Modulo as in Python: models mark positions that are not text by negative ids.
 std::int32_t bucket_of(std::int64_t token, std::int32_t num_buckets) {
   const std::int64_t rest = token % num_buckets;
   return static_cast<std::int32_t>(rest < 0 ? rest + num_buckets : rest);
@@ -26,8 +26,7 @@ void add(Ids& to, const std::int32_t* row) {
   for (std::size_t i = 0; i < to.size(); ++i) to[i] += row[i];
 }
 
-// Adds up the rows of so many values that some experts have, a few columns at a time: their sums stay
-// in registers.
+// Adds up the rows of some experts, a few columns at a time, so that the sums stay in registers.
 void add_rows(Ids& to, const Ids& table, const Ids& experts) {
   constexpr std::size_t columns = 16;
   std::size_t first = 0;
@@ -89,13 +88,14 @@ void NextUseTable::note(const Ids& loaded, const Ids& tokens, std::int32_t divis
     move_averages(experts, {});
     return;
   }
-  Ids weights(tokens);  // at larger batches a busy expert saves more CPU time
+  Ids weights(tokens);  // in larger batches a busy expert saves more CPU time
   for (std::int32_t& weight : weights)
     weight = std::min((weight + divisor / 2) / divisor, options_.max_tokens);
   move_averages(loaded, weights);
 }
 
-// Asks for rows of any experts here and of these above, and for what else a note reads and writes.
+// Prefetches rows of all experts here and of those above, and everything else that a note reads and
+// writes.
 void NextUseTable::prefetch(const Ids& above) const {
   constexpr std::size_t line = 64;
   const auto ask = [](const void* memory, std::size_t bytes) {
@@ -108,7 +108,7 @@ void NextUseTable::prefetch(const Ids& above) const {
   for (const Scores* scores : {&fast_, &slow_, &last_use_, &steady_}) ask(scores->data(), row);
 }
 
-// Moving averages after one more step, of 1 or `weights` for these experts and 0 for the others.
+// Updates the moving averages by one step: `weights` (or 1) for these experts, 0 for the others.
 void NextUseTable::move_averages(const Ids& experts, const Ids& weights) {
   const auto move = [&](Scores& averages, int shift) {
     for (std::uint32_t& average : averages) average -= average >> shift;
@@ -131,7 +131,8 @@ void NextUseTable::learn() {
   past_.pop_front();
 }
 
-// Adds a part of the error to each row that had a share: `past_` holds it and what came after.
+// Adds a share of the error to each row that contributed. `past_` holds the prediction and the
+// steps after it.
 void NextUseTable::settle(const Prediction& prediction) {
   const auto horizon = static_cast<std::int32_t>(options_.losses.size());
   std::fill(first_use_.begin(), first_use_.end(), horizon);
@@ -154,7 +155,7 @@ Scores NextUseTable::values() const {
   return followed_ == kDecayed ? steady_ : predicted();
 }
 
-// Scores by what the experts in use predict, and two averages.
+// Scores from the predictions of the experts in use, and two averages.
 Scores NextUseTable::predicted() const {
   Scores found(fast_.size());
   for (std::size_t e = 0; e < found.size(); ++e) {

@@ -5,9 +5,9 @@
 namespace tandem {
 namespace {
 
-// A prompt's rows are worth all threads, a step's are not.
+// With fewer values, one thread is faster. Prompts have more, decode steps do not.
 constexpr std::int64_t kManyValues = 1 << 17;
-// Of operations that take several nanoseconds a value.
+// The same for operations that take several nanoseconds per value.
 constexpr std::int64_t kManySlowValues = 1 << 14;
 
 }  // namespace
@@ -40,7 +40,7 @@ void Program::operator()(const RmsNorm& call) {
 }
 
 void Program::operator()(const Rotary& call) {
-  const std::int64_t values = call.num_heads * call.dim;  // of a token
+  const std::int64_t values = call.num_heads * call.dim;  // per token
   if (call.num_tokens * values < kManyValues) return rows_.rotate(call);
   const std::int64_t each = std::max<std::int64_t>(1, kManyValues / 8 / values);
   pool_.run((call.num_tokens + each - 1) / each, [&](std::int64_t i) {
@@ -56,7 +56,7 @@ void Program::operator()(const Rotary& call) {
 }
 
 void Program::operator()(const RotaryPairs& call) {
-  const std::int64_t values = call.num_heads * call.dim;  // of a token
+  const std::int64_t values = call.num_heads * call.dim;  // per token
   if (call.num_tokens * values < kManyValues) return rows_.rotate_pairs(call);
   const std::int64_t each = std::max<std::int64_t>(1, kManyValues / 8 / values);
   pool_.run((call.num_tokens + each - 1) / each, [&](std::int64_t i) {
@@ -96,7 +96,7 @@ void Program::operator()(const Elementwise& call) {
 
 void Program::operator()(const Product& call) {
   const std::int64_t columns = call.sizes[3];
-  const std::int64_t total = call.sizes[0] * call.sizes[1] * columns * call.depth;  // of `b`
+  const std::int64_t total = call.sizes[0] * call.sizes[1] * columns * call.depth;  // values of `b`
   if (total < kManyValues) return tensors_.multiply(call);
   const std::int64_t each = std::max<std::int64_t>(1, columns * (kManyValues / 8) / total);
   pool_.run((columns + each - 1) / each, [&](std::int64_t i) {

@@ -1,5 +1,5 @@
-// A recorded step's operations, one after the other, as one call: what lies between two of them is
-// nanoseconds, and the threads stay awake from the first to the last.
+// A recorded step's operations, run as one call: only nanoseconds pass between two operations, and
+// the threads stay awake from the first to the last.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 
 namespace tandem {
 
-// The engines share the threads of one expert engine. They, and all memory that operations name,
+// The engines share the threads of one expert engine. They, and all memory used by operations, must
 // outlive the program.
 class Program {
  public:
@@ -50,7 +50,7 @@ class Program {
   void add(const MixIn& call) { steps_.emplace_back(call); }
   void add(const MixOut& call) { steps_.emplace_back(call); }
 
-  // As of DenseCall; output m is at outputs[m].
+  // Same as DenseCall; output m is at outputs[m].
   struct Dense {
     std::vector<const DenseMatrix*> matrices;
     std::vector<void*> outputs;
@@ -62,18 +62,18 @@ class Program {
   void add(const RowsCall& call) { steps_.emplace_back(call); }
   void add(Dense call) { steps_.emplace_back(std::move(call)); }
 
-  // Appends the new keys and values of `step` and attends; the KV cache is that of `layer` at the
-  // time, because it grows.
+  // Appends the new keys and values of `step` and computes attention. Reads the KV cache from
+  // `layer` at run time, because it grows.
   struct Attention {
     const AttentionCall* layer;
     AttentionCall step;
   };
   void add(const Attention& call) { steps_.emplace_back(call); }
 
-  // What other parts of the runtime do in between, with these threads if they like.
+  // Work of other parts of the runtime, which may use these threads.
   void add(std::function<void()> call) { steps_.emplace_back(std::move(call)); }
 
-  // Returns the number under which `num_active` tells how many experts were computed.
+  // Returns the index with which `num_active` returns how many experts were computed.
   std::int64_t add(const RoutedLayer& layer, const RoutedCall& call);
 
   void run();
@@ -117,7 +117,7 @@ class Program {
   void operator()(const Experts& call);
   void operator()(const std::function<void()>& call) { call(); }
 
-  // Shares the rows of the last dimension among the threads, if they are many.
+  // Distributes the rows of the last dimension among the threads if there are many.
   template <typename Call>
   void by_rows(const Call& call, void (*run)(const Call&));
 

@@ -16,7 +16,7 @@ const QuantizeKernels& quantize_kernels([[maybe_unused]] const std::string& isa)
   return portable_quantize();
 }
 
-// Where a piece's weights lie; of a matrix that is not row by row, where all of it lies.
+// The extent of a piece's weights; for a matrix that is not row-major, that of all weights.
 Extent source_of(const Piece<QuantizeCall>& piece) {
   const QuantizeCall& call = *piece.call;
   const std::int64_t size = call.type == SourceType::kFp32 ? 4 : 2;

@@ -1,6 +1,6 @@
-// Weights to codes and scales, in the packed layout (docs/formats.md): what tandem.kernels.formats.quantize
-// defines in torch, 16 rows at a time. Every sum runs along a row's columns in their order, without
-// fused products, so every instruction set gives the same bytes.
+// Quantises weights to codes and scales in the packed layout (docs/formats.md), as
+// tandem.kernels.formats.quantize defines it in torch, 16 rows at a time. Every sum runs along a
+// row's columns in order, without fused products, so all instruction sets give the same bytes.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +15,16 @@ enum class SourceType : int { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 
 struct QuantizeCall {
   Format format;
-  std::int64_t group;  // columns that share a scale; 0 without scales
-  bool has_search;     // whether scales are searched, where the format has a search
+  std::int64_t group;  // columns that share a scale; 0: no scales
+  bool has_search;  // whether scales are searched, if the format has a search
 
   std::int64_t rows, cols;
   std::int64_t padded_cols;
   SourceType type;
   const void* source;  // (rows, cols), strides in values
   std::int64_t row_stride, col_stride;
-  const float* importance;  // (padded_cols,): what the columns' squared errors count; null: all alike
+  // (padded_cols,): weights of the columns' squared errors; null: all equal.
+  const float* importance;
 
   std::uint8_t* data;  // of the first block of 16 rows; strides in bytes
   std::int64_t data_stride;
@@ -31,9 +32,9 @@ struct QuantizeCall {
   std::int64_t scale_stride;
 };
 
-// Writes every block of the matrices, which are dealt out to the threads in pieces, in their order.
-// Sources may lie in mapped files: these are read ahead of the threads. False if a weight is not
-// finite or too large for its format; then some blocks are not written.
+// Writes every block of the matrices, which threads take in pieces, in order. Sources may be in
+// mapped files, which are prefetched. Returns false if a weight is not finite or too large for its
+// format; then some blocks are not written.
 bool quantize(std::span<const QuantizeCall> calls, const std::string& isa, int num_threads);
 
 struct QuantizeKernels {

@@ -1,6 +1,6 @@
-// Rounding to lines of a grid (IQ2 and IQ3): what tandem/kernels/formats/grid_search.py defines. Every
-// line is tried: of 8 or 4 columns, whose products with a line are sums of two that are looked up by a
-// line's two bytes. Included in quantize_kernel.inl.
+// Rounding to lines of a grid (IQ2 and IQ3), as tandem/kernels/formats/grid_search.py defines it.
+// Every line of 8 or 4 columns is tried. Its product with the weights is a sum of two table
+// entries, one for each byte of the line. Included in quantize_kernel.inl.
 
 constexpr int kBytes = 256;
 
@@ -19,20 +19,20 @@ struct Lines {
   static constexpr float largest = magnitude(magnitudes - 1);
 };
 
-constexpr int kScaleSteps = 16;                      // of a group: an odd multiple of the factor
+constexpr int kScaleSteps = 16;  // steps of a group's scale, which is an odd multiple of the factor
 constexpr float kLargestMultiple = 2 * kScaleSteps - 1;
 
-// A super-block's weights with the signs taken off, and what its lines' squares count.
+// A super-block's weights without signs, and the weighted squares of its lines.
 template <Format kFormat>
 struct GridWeights {
-  Vector weighed[kSuperCols];           // times their importance
-  Integers signs[kSuperCols / 8];       // of eight columns, a bit each
-  Vector energy;                        // the sum of importance times square
+  Vector weighed[kSuperCols];  // times their importance
+  Integers signs[kSuperCols / 8];  // of eight columns, one bit each
+  Vector energy;  // the sum of importance times square
   Vector peaks[Lines<kFormat>::groups];
-  float squares[Lines<kFormat>::of_super][Lines<kFormat>::count];  // of a line's numbers, weighed
+  float squares[Lines<kFormat>::of_super][Lines<kFormat>::count];  // weighted, of a line's numbers
 };
 
-// Each sum of a product of each column, in the byte that has these products' codes.
+// Writes every sum of one product per column, indexed by the byte of these products' codes.
 template <Format kFormat, int kColumn, typename Value>
 inline void sum_products(const Value (&products)[Lines<kFormat>::half][8], Value sum, int byte,
                          Value* table) {
@@ -47,7 +47,7 @@ inline void sum_products(const Value (&products)[Lines<kFormat>::half][8], Value
   }
 }
 
-// `of(column, code)` is a product.
+// `of(column, code)` returns a product.
 template <Format kFormat, typename Value, typename Product>
 inline void fill_table(const Product& of, Value* table) {
   using L = Lines<kFormat>;
@@ -74,8 +74,8 @@ void sum_squares(const float* importance, float (&squares)[Lines<kFormat>::count
   }
 }
 
-// Where the number of signs is to be even, the weight that counts least gets the wrong one: its
-// size is then below zero.
+// If the number of minus signs must be even, the least important weight may get the wrong sign; its
+// magnitude is then negative.
 template <Format kFormat>
 void take_signs(const Group& group, GridWeights<kFormat>& to) {
   to.energy = Vector{};
@@ -122,7 +122,7 @@ void prepare(const Group& group, GridWeights<kFormat>& to) {
   }
 }
 
-// What all of a grid's lines would be for one line's columns.
+// The products of all of a grid's lines with the weights at one line's position.
 template <Format kFormat>
 struct LineProducts {
   Vector low[kBytes], high[kBytes];
@@ -142,7 +142,8 @@ struct LineProducts {
   }
 };
 
-// Of a scale s a line leaves the error s * (s * square - 2 * along), so least is s / 2 * square - along.
+// With a scale s, a line leaves the error s * (s * square - 2 * along). So the best line has the
+// least s / 2 * square - along.
 template <Format kFormat, int kCount>
 void add_errors(const GridWeights<kFormat>& weights, int group, const Vector (&scales)[kCount],
                 Vector (&errors)[kCount]) {
@@ -169,11 +170,13 @@ void add_errors(const GridWeights<kFormat>& weights, int group, const Vector (&s
 template <Format kFormat>
 struct GridFit {
   Vector factor, error;
-  Vector along, square;  // of values before the factor: with the weights, and with themselves
+  // Sums over values before the factor: with the weights, and with themselves.
+  Vector along, square;
   Integers steps[Lines<kFormat>::groups], lines[Lines<kFormat>::of_super];
 };
 
-// The best line for each place at its group's scale, then the factor that fits them all best.
+// Chooses the best line at each position for its group's scale, then the factor that fits them
+// best.
 template <Format kFormat>
 void choose_lines(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
   using L = Lines<kFormat>;
@@ -199,8 +202,8 @@ void choose_lines(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
   fit.factor = to_half(fit.along * inverse(fit.square));
 }
 
-// The factor of least error makes values too small by the error's share, all alike, and what layers
-// make too small adds up. So the factor is the one that makes their products with the weights right.
+// The factor with the least error makes all values too small by the share of the error, and this
+// adds up over layers. So the factor is chosen to make their products with the weights right.
 template <Format kFormat>
 void stretch(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
   const Vector most = fit.along * inverse(fit.square) * kMostStretch;
@@ -208,7 +211,7 @@ void stretch(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
   fit.error = fit.factor * (fit.factor * fit.square - 2.0f * fit.along);
 }
 
-// The largest magnitude goes to these shares of the grid's.
+// Candidates: where the largest magnitude goes, as shares of the grid's largest.
 constexpr float kGridShares[] = {0.7f, 0.8f, 0.9f, 1.0f, 1.12f, 1.25f, 1.4f, 1.6f};
 
 template <Format kFormat>
@@ -242,7 +245,7 @@ Integers best_step(const GridWeights<kFormat>& weights, int group, Vector factor
   return errors[2] < least ? steps[2] : best;
 }
 
-// Every group's scale to the nearest step.
+// Rounds every group's scale to the nearest step.
 template <Format kFormat>
 void fit_scales(const GridWeights<kFormat>& weights, const Vector (&scales)[Lines<kFormat>::groups],
                 GridFit<kFormat>& fit) {
@@ -256,7 +259,7 @@ void fit_scales(const GridWeights<kFormat>& weights, const Vector (&scales)[Line
   choose_lines<kFormat>(weights, fit);
 }
 
-// The scales of the largest magnitudes.
+// The scales from the largest magnitudes.
 template <Format kFormat>
 void fit_plain(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
   using L = Lines<kFormat>;
@@ -266,7 +269,7 @@ void fit_plain(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
   stretch(weights, fit);
 }
 
-// The scales of least error, then the steps of least error at the factor that this gives.
+// The scales with the least error, then the steps with the least error for the resulting factor.
 template <Format kFormat>
 void fit_searched(const GridWeights<kFormat>& weights, GridFit<kFormat>& fit) {
   using L = Lines<kFormat>;
@@ -306,7 +309,7 @@ void choose(Integers is_better, GridFit<kFormat>& best, const GridFit<kFormat>& 
   for (int g = 0; g < L::groups; ++g) best.steps[g] = is_better ? next.steps[g] : best.steps[g];
 }
 
-// The better of the plain scales and of those that were searched, by super-block.
+// By super-block, takes the better of the plain and the searched scales.
 template <Format kFormat>
 bool write_grid(const QuantizeCall& call, const Group& group, const Place& place) {
   GridWeights<kFormat> weights;

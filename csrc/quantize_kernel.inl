@@ -1,18 +1,19 @@
 // One block of 16 rows in the registers of one instruction set; included after quantize_values.inl.
-// A lane is a row: sums run along the columns, and a dword of codes of each row is one register.
+// A lane is a row: sums run along the columns, and a register holds one dword of codes per row.
 
-// A group of a part of a block.
+// A group, for a part of a block's rows.
 struct Group {
   const Vector* tile;
   std::int64_t size;
   const float* importance;  // (size,) or null
   Vector low, high;
 
-  Vector peak() const { return high > -low ? high : low; }  // the largest, with its sign
+  // The value of the largest magnitude, with its sign.
+  Vector peak() const { return high > -low ? high : low; }
   Vector weighed(Vector x, std::int64_t c) const { return importance ? x * importance[c] : x; }
 };
 
-// False if a weight is not finite.
+// Returns false if a weight is not finite.
 bool find_extremes(Group& group) {
   Vector low = group.tile[0], high = low;
   Integers largest{};
@@ -28,8 +29,8 @@ bool find_extremes(Group& group) {
   return !any(largest >= kInfinity);
 }
 
-// Whole codes of 8 or 16 bits by column into the dwords of a part's rows; `out` is the part's place in
-// the first one.
+// Writes codes of 8 or 16 bits into the dwords of a part's rows, column by column; `out` is the
+// part's position in the first dword.
 template <int kBits, typename CodeOf>
 inline void write_codes(std::uint8_t* out, std::int64_t count, const CodeOf& code_of) {
   constexpr int kColumns = 32 / kBits;
@@ -40,8 +41,8 @@ inline void write_codes(std::uint8_t* out, std::int64_t count, const CodeOf& cod
   }
 }
 
-// The same of 2 to 6 bits: strips of 32 columns, and in a strip planes of 4, 2 and 1 bits, the lowest
-// first. A byte of a plane has columns that are four apart.
+// The same for 2 to 6 bits: strips of 32 columns, each in planes of 4, 2 and 1 bits, lowest first.
+// The columns of a byte in a plane are four apart.
 template <int kBits, typename CodeOf>
 inline void write_planes(std::uint8_t* out, std::int64_t count, const CodeOf& code_of) {
   for (std::int64_t c = 0; c < count; c += kStripCols) {
@@ -64,7 +65,7 @@ inline void write_planes(std::uint8_t* out, std::int64_t count, const CodeOf& co
 constexpr int kPeaks = 8;
 
 struct SymmetricRule {
-  float peaks[kPeaks];  // codes to which a group's peak is scaled, in turn
+  float peaks[kPeaks];  // candidates of the code to which a group's peak is scaled
   float low, high;
 };
 
@@ -79,7 +80,7 @@ constexpr SymmetricRule symmetric_rule(int bits) {
   }
 }
 
-// The sums that say how well scales fit the codes that they give.
+// Sums that say how well scales fit their codes.
 template <bool kIsWeighed, int kCount>
 inline void sum_codes(const Group& group, const SymmetricRule& rule, const Vector (&inverses)[kCount],
                       Vector (&along)[kCount], Vector (&square)[kCount]) {
@@ -94,7 +95,7 @@ inline void sum_codes(const Group& group, const SymmetricRule& rule, const Vecto
   }
 }
 
-// The refitted scale of least error; tandem/kernels/formats/scale_search.py has the reason.
+// The refitted scale with the least error; the reason is in tandem/kernels/formats/scale_search.py.
 template <bool kIsWeighed>
 Vector search_symmetric(const Group& group, const SymmetricRule& rule) {
   Vector inverses[kPeaks], along[kPeaks] = {}, square[kPeaks] = {};
@@ -109,13 +110,13 @@ Vector search_symmetric(const Group& group, const SymmetricRule& rule) {
     best = is_better ? scale : best;
     least = is_better ? error : least;
   }
-  const Vector again[1] = {inverse(best)};  // refitted to the codes that it gives
+  const Vector again[1] = {inverse(best)};  // refitted to its own codes
   Vector on[1] = {}, own[1] = {};
   sum_codes<kIsWeighed>(group, rule, again, on, own);
   return to_half(on[0] * inverse(own[0]));
 }
 
-// False if the scale of the largest magnitude is beyond fp16.
+// Returns false if the scale of the largest magnitude does not fit fp16.
 bool fit_symmetric(const Group& group, const SymmetricRule& rule, bool has_search, Vector& scale) {
   scale = to_half(group.peak() / rule.peaks[0]);
   if (!all_finite(scale)) return false;
@@ -129,13 +130,13 @@ struct AffineFit {
   Vector scale, minimum, error;
 };
 
-// Steps beyond the largest code, and the share of it that stays where it is.
+// (steps beyond the largest code, share of it that stays fixed).
 constexpr double kAffineSteps[4][2] = {{0.0, 0.0}, {0.5, 0.0}, {0.5, 1.0}, {1.5, 0.5}};
 
-constexpr int kAffineRefits = 2;  // of the best of these
+constexpr int kAffineRefits = 2;  // refits of the best candidate
 
-// The best scale and minimum for the codes 0..top that a factor and what is added after it give; the
-// minimum is counted from `middle`.
+// The best scale and minimum for the codes 0..top that `to_code` and `offset` give; the minimum is
+// relative to `middle`.
 AffineFit refit_affine(const Group& group, Vector middle, double top, Vector to_code, Vector offset) {
   const auto high = static_cast<float>(top);
   Vector sum_x{}, sum_q{}, sum_qx{}, sum_qq{}, total{};
@@ -156,7 +157,7 @@ AffineFit refit_affine(const Group& group, Vector middle, double top, Vector to_
   return {scale, shift, error + shift * (shift * total - 2.0f * sum_x)};
 }
 
-// The same of one candidate.
+// The same for one candidate.
 AffineFit fit_candidate(const Group& group, Vector middle, double top, const double (&candidate)[2]) {
   const double steps = top + candidate[0], pivot = top * candidate[1];
   const auto offset = static_cast<float>(pivot + (top / 2 - pivot) * steps / top);
@@ -164,7 +165,7 @@ AffineFit fit_candidate(const Group& group, Vector middle, double top, const dou
   return refit_affine(group, middle, top, to_code, broadcast(offset));
 }
 
-// From the differences: sums of squares would hide a near tie.
+// Computed from differences, because sums of squares would hide a near tie.
 Vector affine_error(const Group& group, float top, const AffineFit& fit) {
   const Vector to_code = inverse(fit.scale);
   Vector error{};
@@ -176,7 +177,7 @@ Vector affine_error(const Group& group, float top, const AffineFit& fit) {
   return error;
 }
 
-// False if scale or minimum are beyond fp16.
+// Returns false if the scale or the minimum does not fit fp16.
 bool fit_affine(const Group& group, float top, bool has_search, AffineFit& fit) {
   fit = {to_half((group.high - group.low) / top), to_half(group.low), Vector{}};
   if (has_search) {
@@ -205,7 +206,7 @@ bool fit_affine(const Group& group, float top, bool has_search, AffineFit& fit) 
 
 #include "quantize_mxfp4.inl"
 
-// The part's scales into line `line` of a block's.
+// Writes the part's scales to line `line` of the block's scales.
 inline void write_halves(std::uint8_t* scales, std::int64_t line, int part, Vector values) {
   std::int32_t lanes[TANDEM_LANES];
   const Integers bits = half_bits(values);
@@ -219,7 +220,8 @@ inline void write_bytes(std::uint8_t* scales, std::int64_t line, int part, Integ
   for (int lane = 0; lane < TANDEM_LANES; ++lane) to[lane] = static_cast<std::uint8_t>(values[lane]);
 }
 
-// Where a part of a group goes: the first of its dwords, the block's scales, and its number in a row.
+// The destination of a part of a group: its first dword, the block's scales, and the group's index
+// in a row.
 struct Place {
   std::uint8_t* data;
   std::uint8_t* scales;
@@ -343,7 +345,8 @@ bool round_block(const QuantizeCall& call, std::int64_t block) {
   Group parts[kParts];
   std::uint8_t* data = call.data + block * call.data_stride;
   std::uint8_t* scales = call.scales + block * call.scale_stride;
-  const bool is_alone = call.group && !has_supers(call.format);  // a group, from all others
+  // Whether each group is quantised by itself.
+  const bool is_alone = call.group && !has_supers(call.format);
   const std::int64_t step = is_alone ? call.group : kWidest;
   for (std::int64_t col = 0; col < call.padded_cols; col += step) {
     const std::int64_t size = std::min(step, call.padded_cols - col);

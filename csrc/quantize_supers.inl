@@ -1,11 +1,12 @@
-// Super-blocks: 256 columns whose groups' scales and minima are bytes of an fp16 factor. What
-// tandem/kernels/formats/super_blocks.py defines; included in quantize_kernel.inl.
+// Super-blocks: 256 columns whose groups' scales and minima are bytes times an fp16 factor, as
+// tandem/kernels/formats/super_blocks.py defines them. Included in quantize_kernel.inl.
 
-constexpr int kMostGroups = 16;  // of a super-block
-constexpr float kMostStretch = 1.25f;  // of a factor that makes products with the weights right
+constexpr int kMostGroups = 16;  // per super-block
+// Limit for the factor that makes products with the weights right.
+constexpr float kMostStretch = 1.25f;
 constexpr float kLargestHalf = 65504.0f;
 
-// Bytes of groups as whole floats, and the factor that they are multiplied with.
+// Groups' bytes as floats, and their common factor.
 struct TwoLevels {
   Vector factor, steps[kMostGroups];
 
@@ -29,16 +30,16 @@ TwoLevels two_levels(const Vector (&values)[kMostGroups]) {
     low = smaller(values[g], low);
     high = larger(values[g], high);
   }
-  // Nibbles have no sign: their factor has that of the largest.
+  // Nibbles have no sign, so the factor has the sign of the largest scale.
   const Vector peak = are_nibbles ? (high > -low ? high : low) : larger(high, -low);
-  TwoLevels found{to_half(peak / largest) + 0.0f, {}};  // not minus zero
+  TwoLevels found{to_half(peak / largest) + 0.0f, {}};  // + 0 turns -0 into 0
   const Vector to_step = inverse(found.factor);
   for (int g = 0; g < kGroups<kFormat>; ++g)
     found.steps[g] = whole(values[g] * to_step, are_nibbles ? 0.0f : -largest, largest);
   return found;
 }
 
-// A column's code as it is stored, and its number before the scale.
+// A column's stored code, and its number before scaling.
 template <Format kFormat>
 inline TableCode nearest(Vector x) {
   constexpr Encoding e = encoding(kFormat);
@@ -48,7 +49,8 @@ inline TableCode nearest(Vector x) {
   return {to_integers(value) + e.offset, value};
 }
 
-// Scales and minima of groups as the super-block keeps them, and the squared error that they leave.
+// Rounds the scales and minima of groups as the super-block stores them; also returns their squared
+// error.
 template <Format kFormat>
 SuperFit round_super(const Group& whole_super, const Vector (&scales)[kMostGroups],
                      const Vector (&minima)[kMostGroups]) {
@@ -69,7 +71,7 @@ SuperFit round_super(const Group& whole_super, const Vector (&scales)[kMostGroup
   return fit;
 }
 
-// Fits each group by itself; false if a scale is beyond fp16.
+// Fits each group by itself; returns false if a scale does not fit fp16.
 template <Format kFormat>
 bool fit_groups(const Group& whole_super, bool has_search, Vector (&scales)[kMostGroups],
                 Vector (&minima)[kMostGroups]) {
@@ -121,15 +123,15 @@ inline void choose(Integers is_better, TwoLevels& best, const TwoLevels& next, i
   for (int g = 0; g < count; ++g) best.steps[g] = is_better ? next.steps[g] : best.steps[g];
 }
 
-// What a factor is multiplied with, rounded to fp16; unchanged if it would leave the range.
+// Multiplies the factor, rounded to fp16; leaves it unchanged if the result would leave the range.
 inline void stretch(TwoLevels& levels, Vector by) {
   const Vector stretched = to_half(levels.factor * by);
   const Vector size = stretched < 0.0f ? -stretched : stretched;
   levels.factor = size <= kLargestHalf ? stretched : levels.factor;
 }
 
-// Scales of least error make values too small, all alike: their products with the weights become
-// right (as of grids). The codes stay.
+// Scales with the least error make all values too small. This makes their products with the weights
+// right, as for grids; codes stay.
 template <Format kFormat>
 void stretch_super(const Group& whole_super, SuperFit& fit) {
   constexpr Encoding e = encoding(kFormat);
@@ -150,7 +152,7 @@ void stretch_super(const Group& whole_super, SuperFit& fit) {
   if constexpr (e.has_minima) stretch(fit.minima, by);
 }
 
-// The better of the plain scales and of those that were searched, by super-block.
+// By super-block, takes the better of the plain and the searched scales.
 template <Format kFormat>
 bool write_super(const QuantizeCall& call, const Group& whole_super, const Place& place) {
   constexpr Encoding e = encoding(kFormat);

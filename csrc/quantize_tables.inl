@@ -7,7 +7,7 @@ struct TableCode {
 
 constexpr float iq4_value(int code) { return static_cast<float>(kIq4Table[code]) - 127.0f; }
 
-// The code whose number is nearest, the lower one of two that are as near. Codes are in the order of
+// The code of the nearest number; the lower one of two equally near. Codes are in the order of
 // their numbers.
 inline TableCode nearest_iq4(Vector x) {
   TableCode found{Integers{}, broadcast(iq4_value(0))};
@@ -33,7 +33,7 @@ inline Vector plain_iq4(const Group& group) { return to_half(group.peak() / iq4_
 
 constexpr double kTableShares[] = {0.75, 0.86, 0.97, 1.08, 1.2};
 
-// The best of a scale and of those that are refitted with the peak at shares of either end.
+// The best among a scale and those refitted with the peak at shares of either end.
 Vector search_iq4(const Group& group, Vector best) {
   constexpr int kShares = sizeof kTableShares / sizeof kTableShares[0];
   Vector least = iq4_error(group, best);

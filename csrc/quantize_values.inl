@@ -1,9 +1,9 @@
-// Numbers and their bits for quantising, and how weights come into registers: a lane is a row, a register
-// a column of TANDEM_LANES rows. Included after vectors.inl.
+// Numbers and their bits for quantising, and loading weights into registers: a lane is a row, a
+// register is a column of TANDEM_LANES rows. Included after vectors.inl.
 
-constexpr int kParts = kBlockRows / TANDEM_LANES;  // registers that hold a column of a block
-constexpr std::int64_t kWidest = kSuperCols;       // columns that are rounded together at most
-constexpr float kMagic = 12582912.0f;              // 1.5 * 2^23: adding it rounds to whole numbers
+constexpr int kParts = kBlockRows / TANDEM_LANES;  // registers per column of a block
+constexpr std::int64_t kWidest = kSuperCols;  // columns that are rounded together, at most
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
 constexpr std::int32_t kInfinity = 0x7F800000;
 
 inline Integers bits_of(Vector v) {
@@ -36,17 +36,17 @@ inline bool any(Integers mask) {
 
 inline bool all_finite(Vector x) { return !any((bits_of(x) & 0x7FFFFFFF) >= kInfinity); }
 
-// 1 / x, and 0 where x is 0 or next to it: such groups are zero.
+// 1 / x; 0 if x is 0 or almost, because such groups are zero.
 inline Vector inverse(Vector x) {
   const Vector result = 1.0f / x;
   return (bits_of(result) & 0x7FFFFFFF) >= kInfinity ? broadcast(0.0f) : result;
 }
 
-// The nearest fp16 number, ties to even; infinity beyond them.
+// The nearest fp16 number, ties to even; infinity beyond the largest.
 inline Vector to_half(Vector x) {
   const Integers bits = bits_of(x), sign = bits & ~0x7FFFFFFF, all = bits & 0x7FFFFFFF;
-  const Integers most = Integers{} + 0x47800000;                        // 65,536
-  const Integers size = all < most ? all : most;                        // also of what is no number
+  const Integers most = Integers{} + 0x47800000;  // 65,536
+  const Integers size = all < most ? all : most;  // limits NaN, too
   const Integers normal = (size + 0xFFF + ((size >> 13) & 1)) & ~0x1FFF;
   const Integers subnormal = bits_of((from_bits(size) + 0.5f) - 0.5f);  // in steps of 2^-24
   Integers result = size < 0x38800000 ? subnormal : normal;             // 2^-14
@@ -55,7 +55,7 @@ inline Vector to_half(Vector x) {
   return from_bits(result | sign);
 }
 
-// The bits of numbers that fp16 has.
+// The bits of numbers that are exact in fp16.
 inline Integers half_bits(Vector x) {
   const Integers bits = bits_of(x), size = bits & 0x7FFFFFFF;
   const Integers normal = (size >> 13) - (112 << 10);
@@ -79,7 +79,7 @@ inline Integers to_e4m3_bits(Vector x) {  // |x| <= 448
   return result | ((bits >> 24) & 0x80);
 }
 
-// a0 b0 a1 b1 ... of the first halves of two registers, and of the second halves.
+// a0 b0 a1 b1 ...: interleaves the first halves of two registers, and the second halves.
 #if TANDEM_LANES == 16
 #define TANDEM_FIRST 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define TANDEM_SECOND 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
@@ -96,7 +96,7 @@ inline Integers to_e4m3_bits(Vector x) {  // |x| <= 448
 #define TANDEM_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
 #endif
 
-// Rows to columns: each round deals two halves out like cards.
+// Transposes rows to columns: each round interleaves two halves, like shuffling cards.
 inline void transpose(Integers (&v)[TANDEM_LANES]) {
   for (int round = 1; round < TANDEM_LANES; round *= 2) {
     Integers dealt[TANDEM_LANES];
@@ -108,7 +108,7 @@ inline void transpose(Integers (&v)[TANDEM_LANES]) {
   }
 }
 
-// What the source is made of: one value, and the columns that a dword of each row has.
+// Types of the source: one value, and the number of columns in a row's dword.
 struct Fp32 {
   float value;
   static constexpr int kPerDword = 1;
@@ -145,7 +145,7 @@ struct Fp16 {
 template <typename Value>
 void load_values(const QuantizeCall& call, std::int64_t row, std::int64_t col, std::int64_t count,
                  Vector* tile) {
-  constexpr int kColumns = TANDEM_LANES * Value::kPerDword;  // that a register has of one row
+  constexpr int kColumns = TANDEM_LANES * Value::kPerDword;  // columns of one row in a register
   const std::int64_t rows = std::clamp<std::int64_t>(call.rows - row, 0, TANDEM_LANES);
   const std::int64_t cols = std::clamp<std::int64_t>(call.cols - col, 0, count);
   const auto* from = static_cast<const Value*>(call.source) + row * call.row_stride +

@@ -9,10 +9,10 @@
 namespace tandem {
 namespace {
 
-// Tokens that are prepared together: their queries and keys stay in a core's cache.
+// Tokens that are prepared together. Their queries and keys stay in a core's cache.
 constexpr std::int64_t kPreparedTokens = 128;
 constexpr std::int64_t kTaskChannels = 512;
-// A step's few tokens are not worth other threads.
+// With fewer values, as in decode steps, one thread is faster.
 constexpr std::int64_t kParallelStateValues = 1 << 16;
 
 const RecurrentKernels& recurrent_kernels([[maybe_unused]] const std::string& isa) {
@@ -57,7 +57,7 @@ void RecurrentEngine::cut_into_segments(const StateTokens& tokens, std::int64_t 
   for (StateSegment& segment : segments_) segment.num_certain = segment.count;
 }
 
-// What was logged is done.
+// The logged tokens have been repeated.
 void RecurrentEngine::settle(const DraftLog& log) {
   for (const StateSegment& segment : segments_) log.kept[segment.slot] = 0;
 }
@@ -103,7 +103,7 @@ void RecurrentEngine::run(const Recurrence& call) {
     const PreparedTokens prepared = prepare(call, first, count);
     const std::int64_t blocks = call.blocks();
     const auto heads = static_cast<std::int64_t>(segments_.size()) * call.num_heads;
-    // A head is a task, or each of its blocks where there are few heads.
+    // A task is a head, or each of its blocks if there are few heads.
     const std::int64_t together = heads >= 4 * pool_.num_threads() ? blocks : 1;
     const std::int64_t parts = (blocks + together - 1) / together;
     pool_.run(heads * parts, [&](std::int64_t i) {
@@ -116,7 +116,7 @@ void RecurrentEngine::run(const Recurrence& call) {
   }
 }
 
-// After all heads have read what was logged before.
+// Called after all heads have read the previous log.
 void RecurrentEngine::note_drafts(const Recurrence& call, const PreparedTokens& prepared) {
   const std::int64_t size = LoggedToken(call).size;
   for (const StateSegment& segment : segments_)

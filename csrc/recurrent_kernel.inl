@@ -1,9 +1,9 @@
-// Convolutions and recurrences for one width of registers; each instruction set's file includes it
-// with TANDEM_LANES set, inside a namespace of its own, after vectors.inl.
+// Convolutions and recurrences for one width of registers. Each instruction set's file includes it,
+// after vectors.inl and inside its own namespace, with TANDEM_LANES set.
 
 constexpr int kBlockVectors = kStateBlock / TANDEM_LANES;
 
-// What a value becomes when it is kept in a tensor of this type.
+// Rounds a value as storing it in a tensor of this type does.
 inline float rounded(float value, ValueType type) {
   return type == ValueType::kBf16 ? bf16_to_float(float_to_bf16(value)) : value;
 }
@@ -17,7 +17,7 @@ inline Vector silu(Vector x) {
 
 constexpr std::int64_t kRingChannels = 256;
 
-// The last inputs of some channels, the oldest first: a ring of rows.
+// The last inputs of some channels, oldest first, as a ring of rows.
 class LastInputs {
  public:
   explicit LastInputs(std::int64_t width) : width_(width) {
@@ -27,14 +27,14 @@ class LastInputs {
   float* newest() { return rows[width_ - 1]; }
   void move_on() { std::rotate(rows, rows + 1, rows + width_); }
 
-  float* rows[kMostWidth];  // by age
+  float* rows[kMostWidth];  // by age, oldest first
 
  private:
   std::int64_t width_;
   float memory_[kMostWidth][kRingChannels] = {};
 };
 
-// out = bias + the sum of weights times rows, for `Width` rows or, if it is 0, for `width` of them.
+// out = bias + the sum of weights times rows, for `Width` rows, or for `width` rows if it is 0.
 template <int Width>
 void weigh(std::int64_t width, const float (*weight)[kRingChannels], const float* bias,
            float* const* rows, float* out) {
@@ -93,7 +93,7 @@ void convolve(const ShortConvolution& call, const StateSegment& segment,
 
 // ---- recurrences ----
 
-// Divides a row by its length, as the reference does it, and multiplies it.
+// Divides a row by its length as the reference does, and multiplies it by `scale`.
 inline void normalise(float* row, std::int64_t size, float scale) {
   float total = 0;
   std::int64_t i = 0;
@@ -139,16 +139,16 @@ void prepare(const Recurrence& call, const PreparedTokens& to, std::int64_t t) {
   }
 }
 
-// Blocks of a head that go through the tokens together: one has too few additions that do not wait
-// for each other, where a register holds all of it, and reads a key again for each register.
+// Blocks of a head that advance together. If one register holds a whole block, a single block has
+// too few independent additions, and would load a key for each register.
 constexpr int kMostTogether = kBlockVectors == 1 ? 4 : 1;
 
-// Where a register of a block's values lies in a row of `Blocks` states side by side.
+// Offset of a register in a row of `Blocks` adjacent states.
 inline std::int64_t vector_at(std::int64_t rows, int v) {
   return v / kBlockVectors * rows * kStateBlock + v % kBlockVectors * TANDEM_LANES;
 }
 
-// Registers for the values of blocks, twice, so that additions do not wait for each other.
+// Two sets of registers for the blocks' values, so that additions are independent.
 template <int Blocks>
 struct BlockSums {
   Vector even[Blocks * kBlockVectors] = {}, odd[Blocks * kBlockVectors] = {};
@@ -156,23 +156,23 @@ struct BlockSums {
   Vector total(int v) const { return even[v] + odd[v]; }
 };
 
-// What a token is to blocks.
+// The inputs of one token for some blocks.
 template <int Blocks>
 struct BlockToken {
   const float* query;
   const float* key;
-  const float* next_key;    // times what is kept then, if that is by key
-  const float* kept;        // one, or one by key; or by value, to be multiplied by a factor
-  const float* factor;      // (blocks, key_dim, 16)
-  Vector change[Blocks * kBlockVectors];  // rate * (value - what the state says of it)
+  const float* next_key;  // times that token's `kept`, if it is by key
+  const float* kept;  // one value, or one by key; or by value, to be multiplied by `factor`
+  const float* factor;  // (blocks, key_dim, 16)
+  Vector change[Blocks * kBlockVectors];  // rate * (value - key S)
 };
 
-// A state fades, learns, and is read for this token and for the next one's delta rule.
+// Decays and updates the state, and reads it for this token and for the next one's delta rule.
 template <DecayKind Kind, bool IsDelta, int Blocks>
 void step(float* state, std::int64_t rows, const BlockToken<Blocks>& of, BlockSums<Blocks>& result,
           BlockSums<Blocks>& said) {
   constexpr int kVectors = Blocks * kBlockVectors;
-  const BlockToken token = of;  // a copy, and copies of the sums, which no store can change
+  const BlockToken token = of;  // copies, also of the sums, which no store can alias
   Vector sums[2][kVectors] = {}, next[2][kVectors] = {};
   const Vector kept_by_all = broadcast(Kind == DecayKind::kByHead ? token.kept[0] : 0);
   const auto step_row = [&](std::int64_t i, int parity) {
@@ -187,7 +187,7 @@ void step(float* state, std::int64_t rows, const BlockToken<Blocks>& of, BlockSu
         kept = exponential(load(token.kept + v * TANDEM_LANES) * load(token.factor + at));
       fresh[v] = load(state + at) * kept + token.change[v] * token.key[i];
     }
-    // Stored when all are read: a load waits for a store at the same place of another page.
+    // Stored after all loads: a load waits for a store at the same offset of another page.
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       store(state + i * kStateBlock + vector_at(rows, v), fresh[v]);
@@ -209,7 +209,7 @@ void step(float* state, std::int64_t rows, const BlockToken<Blocks>& of, BlockSu
   }
 }
 
-// What a state says of a key, in the order in which `step` adds it up.
+// Computes key S, adding in the same order as `step`.
 template <int Blocks>
 void ask(const float* state, std::int64_t rows, const float* key, BlockSums<Blocks>& said) {
   for (std::int64_t i = 0; i < rows; ++i) {
@@ -219,10 +219,10 @@ void ask(const float* state, std::int64_t rows, const float* key, BlockSums<Bloc
   }
 }
 
-// What blocks of a head read of a token: of a new one, or of one that is done again.
+// The inputs of a token for the blocks of a head; the token may be new or repeated.
 struct TokenInputs {
   const float *query, *key, *kept;
-  const float* asked;  // the key that it asks the state before it with
+  const float* asked;  // the key for the delta rule
   const float* decay;  // by pair
   const void *value, *rate;
   ValueType value_type, rate_type;
@@ -237,7 +237,7 @@ class BlockInputs {
         key_head_(head / (call.num_heads / call.num_key_heads)), first_value_(first_value),
         logged_(call) {}
 
-  // The tokens that are done again come first.
+  // Repeated tokens come first.
   TokenInputs operator[](std::int64_t i) const {
     return i < segment_.num_again ? again(i) : fresh(segment_.first + i - segment_.num_again);
   }
@@ -293,7 +293,7 @@ void recur_as(const Recurrence& call, const PreparedTokens& prepared, const Stat
   const std::int64_t last = segment.num_again + segment.count - 1;
   const std::int64_t first_draft = segment.num_again + segment.num_certain;
   for (std::int64_t i = 0; i <= last; ++i) {
-    if (i == first_draft) {  // from here on the state may be another one
+    if (i == first_draft) {  // drafted tokens advance a copy of the state
       std::copy_n(state, dim * kValues, drafted);
       state = drafted;
     }

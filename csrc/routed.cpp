@@ -5,7 +5,7 @@
 namespace tandem {
 namespace {
 
-// Tokens of one task where activations are converted.
+// Tokens per task when activations are converted.
 constexpr std::int64_t kTaskTokens = 32;
 
 }  // namespace
@@ -64,7 +64,7 @@ void RoutedExperts::each_part(std::int64_t num_tokens, const Part& part) {
   });
 }
 
-// Counting sort by expert; a token keeps its place among the rows of an expert.
+// Counting sort by expert; an expert's tokens keep their order.
 std::int64_t RoutedExperts::sort_rows(const RoutedLayer& layer, const RoutedCall& call) {
   const std::int64_t pairs = call.num_tokens * call.top_k;
   const auto is_valid = [&](std::int64_t e) { return e >= 0 && e < layer.num_experts; };
@@ -80,7 +80,7 @@ std::int64_t RoutedExperts::sort_rows(const RoutedLayer& layer, const RoutedCall
     addresses_.push_back(layer.expert(e));
     const std::int32_t first = begin_.back();
     begin_.push_back(first + count_[e]);
-    count_[e] = first;  // from here on: the expert's next row
+    count_[e] = first;  // from now on the index of the expert's next row
   }
   token_.resize(begin_.back());
   row_of_.resize(pairs);
@@ -92,7 +92,7 @@ std::int64_t RoutedExperts::sort_rows(const RoutedLayer& layer, const RoutedCall
 }
 
 std::int64_t RoutedExperts::run(const RoutedLayer& layer, const RoutedCall& call) {
-  engine_.wake();  // while the rows are sorted
+  engine_.wake();  // threads wake up while rows are sorted
   const std::int64_t size = layer.layout.hidden_size, values = call.num_tokens * size;
   const std::int64_t active = sort_rows(layer, call);
   hidden_.resize(std::max<std::size_t>(hidden_.size(), values));
@@ -118,7 +118,7 @@ std::int64_t RoutedExperts::run(const RoutedLayer& layer, const RoutedCall& call
     engine_.store(sums_.data() + begin * size, (end - begin) * size, call.type,
                   value_at(call.out, call.type, begin * size));
   });
-  engine_.wake();  // the next layer's projections come soon
+  engine_.wake();  // threads wake up for the next layer's projections
   return active;
 }
 

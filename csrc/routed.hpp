@@ -1,4 +1,5 @@
-// A layer's experts straight from the router's choice: sorting, computing and adding up in one call.
+// Computes a layer's experts directly from the router's choice: sorts, computes and sums in one
+// call.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,9 @@ struct RoutedLayer {
   std::int64_t num_experts;
   const std::uint8_t* experts;
   std::int64_t expert_bytes;
-  std::int64_t stride_bytes;  // from one expert to the next
-  // Null: all lie in memory. Else they come from there, as those of layer `number`.
+  std::int64_t stride_bytes;  // between experts
+  // Null: all experts are in memory. Otherwise they come from this source, as those of layer
+  // `number`.
   ExpertSource* source = nullptr;
   std::int32_t number = 0;
 
@@ -35,8 +37,8 @@ struct RoutedCall {
   void* out;                   // (num_tokens, hidden_size)
 };
 
-// Experts of a layer that has a source, computed as they come. They are asked for by `begin`; the
-// engine is the caller's from there to the end of `finish`.
+// Computes the experts of a layer with a source as they arrive. `begin` requests them. The engine
+// belongs to the caller from then until the end of `finish`.
 class ComingExperts {
  public:
   explicit ComingExperts(ExpertEngine& engine) : engine_(engine) {}
@@ -44,9 +46,9 @@ class ComingExperts {
   ComingExperts(const ComingExperts&) = delete;
   ComingExperts& operator=(const ComingExperts&) = delete;
 
-  // `experts` has the numbers; `call` all but their addresses, and lives until the end.
+  // `experts` has the numbers; `call` has everything but addresses and must live until the end.
   void begin(const RoutedLayer& layer, const ExpertCall& call, const std::vector<std::int32_t>& experts);
-  void finish();  // throws DiskError; nothing is under way then
+  void finish();  // throws DiskError; then nothing is under way
 
  private:
   void end() noexcept;
@@ -56,16 +58,16 @@ class ComingExperts {
   ExpertCall call_{};
   bool is_under_way_ = false;
   std::vector<std::int32_t> tokens_, last_;
-  std::vector<std::int32_t> begin_, token_, out_begin_;  // of those that have come
+  std::vector<std::int32_t> begin_, token_, out_begin_;  // of those that have arrived
   std::vector<const std::uint8_t*> addresses_;
 };
 
-// Works with the threads of an expert engine, which must outlive it and be idle.
+// Uses the threads of an expert engine, which must outlive it and be idle.
 class RoutedExperts {
  public:
   explicit RoutedExperts(ExpertEngine& engine) : engine_(engine), coming_(engine) {}
 
-  // Returns the number of experts that were computed.
+  // Returns the number of computed experts.
   std::int64_t run(const RoutedLayer& layer, const RoutedCall& call);
   std::mutex& busy() { return engine_.busy(); }
 

@@ -19,8 +19,8 @@ const RowKernels& row_kernels([[maybe_unused]] const std::string& isa) {
 
 namespace {
 
-// Puts the `count` of `order` whose values are greatest first, the best one first. Of equal values
-// the one with the lesser number wins.
+// Moves the `count` elements of `order` with the greatest values to the front, best first. If
+// values are equal, the lesser number wins.
 void put_best_first(const float* values, std::int64_t count, std::vector<std::int64_t>& order) {
   std::partial_sort(order.begin(), order.begin() + count, order.end(),
                     [&](std::int64_t a, std::int64_t b) {

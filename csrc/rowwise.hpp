@@ -1,4 +1,4 @@
-// Small operations on rows that would each cost several calls of a tensor library per token.
+// Small row-wise operations, each of which would take several calls of a tensor library per token.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,12 @@
 
 namespace tandem {
 
-// What a norm's gate does: nothing, or it multiplies as silu(gate) before, as silu or sigmoid after.
+// How a norm's gate is applied: not at all, as silu(gate) before the norm, or as silu or sigmoid
+// after it.
 enum class GateKind : int { kNone = 0, kSiluBefore = 1, kSiluAfter = 2, kSigmoidAfter = 3 };
 
-// What of a norm in bf16 is rounded before its result: nothing, the row before it meets weights and gates,
-// as most models do it, or the factor of the row.
+// What a bf16 norm rounds before its result: nothing; the row before weights and gates, as in most
+// models; or the row's factor.
 enum class NormRounding : int { kNothing = 0, kRow = 1, kFactor = 2 };
 
 // out = x / sqrt(mean(x^2) + eps) * weight, row by row.
@@ -20,19 +21,19 @@ struct RmsNorm {
   std::int64_t num_rows, cols;
   float eps;
   NormRounding rounding;
-  ValueType type;        // of input and output
-  const void* input;     // rows `input_stride` values apart
+  ValueType type;  // of input and output
+  const void* input;  // `input_stride` values between rows
   std::int64_t input_stride;
-  const float* weight;   // (weight_rows, cols), for one row after the other; or null for none
+  const float* weight;  // (weight_rows, cols), used for rows in turn; null: no weight
   std::int64_t weight_rows;
   GateKind gate_kind;
-  const void* gate;      // rows `gate_stride` values apart
+  const void* gate;  // `gate_stride` values between rows
   std::int64_t gate_stride;
   void* out;             // (num_rows, cols)
 };
 
-// Rotary embedding: out = x * cos + rotated(x) * sin, where rotated swaps the halves of the first
-// `rotated` values of a head and negates the new first half. In bf16 each product is rounded.
+// Rotary embedding: out = x * cos + rotated(x) * sin, where rotated(x) swaps the halves of a head's
+// first `rotated` values and negates the new first half. In bf16 each product is rounded.
 struct Rotary {
   std::int64_t num_tokens, num_heads, dim, rotated;
   ValueType type;
@@ -43,8 +44,8 @@ struct Rotary {
   void* out;             // (num_tokens, num_heads, dim)
 };
 
-// Rotary embedding of neighbours: each pair of the last `turned` values is a complex number that is
-// multiplied by its turn, in fp32.
+// Rotary embedding of neighbours: each pair of the last `turned` values is a complex number and is
+// multiplied by its rotation, in fp32.
 struct RotaryPairs {
   std::int64_t num_tokens, num_heads, dim, turned;
   ValueType type;
@@ -54,8 +55,8 @@ struct RotaryPairs {
   void* out;             // (num_tokens, num_heads, dim)
 };
 
-// A router's choice: softmax over the experts in fp32, the `top_k` largest, best first, divided by
-// their sum if `is_normalised`, times `scale`. Of equal scores the first expert wins.
+// A router's choice: softmax over the experts in fp32; the `top_k` largest, best first, divided by
+// their sum if `is_normalised`, times `scale`. If scores are equal, the first expert wins.
 struct Choice {
   std::int64_t num_tokens, num_experts, top_k;
   bool is_normalised;
@@ -68,12 +69,14 @@ struct Choice {
 };
 void choose(const Choice& call);
 
-// A choice by ranks that are not the weights: the experts whose ranks are greatest, best first, of
-// the `kept_groups` groups whose `best_of_group` greatest ranks have the greatest sum. Their scores
-// are the weights, divided by sum + `epsilon` if `is_normalised`, times `scale`.
+// A choice by ranks that differ from the weights. Keeps the `kept_groups` groups with the greatest
+// sum of their `best_of_group` greatest ranks. Chooses the experts of greatest rank there, best
+// first. Their scores are the weights, divided by sum + `epsilon` if `is_normalised`, times
+// `scale`.
 struct RankedChoice {
   std::int64_t num_tokens, num_experts, top_k;
-  std::int64_t groups, kept_groups, best_of_group;  // all groups are kept if they are as many
+  // If both numbers are equal, all groups are kept.
+  std::int64_t groups, kept_groups, best_of_group;
   bool is_normalised;
   float epsilon, scale;
   ValueType score_type;
@@ -85,7 +88,7 @@ struct RankedChoice {
 };
 void choose(const RankedChoice& call);
 
-// The arithmetic of one instruction set.
+// The functions of one instruction set.
 struct RowKernels {
   void (*norm)(const RmsNorm& call);
   void (*rotate)(const Rotary& call);
@@ -98,7 +101,7 @@ const RowKernels& avx2_rows();
 const RowKernels& avx512_rows();
 #endif
 
-// `isa` is as of ExpertEngine.
+// `isa` is as in ExpertEngine.
 const RowKernels& row_kernels(const std::string& isa);
 
 }  // namespace tandem

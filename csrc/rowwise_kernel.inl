@@ -1,7 +1,7 @@
-// The row-wise operations with whatever instructions the including file is compiled for: plain loops
-// that the compiler turns into vectors. Included inside a namespace of its own.
+// The row-wise operations in the including file's instruction set: plain loops that the compiler
+// vectorizes. Included inside a namespace.
 
-// Rows of fp32 in scratch memory, kept by thread.
+// A thread's scratch memory for fp32 rows.
 inline float* scratch_row(int which, std::int64_t cols) {
   thread_local std::vector<float> rows[3];
   std::vector<float>& row = rows[which];
@@ -9,7 +9,7 @@ inline float* scratch_row(int which, std::int64_t cols) {
   return row.data();
 }
 
-// What a value becomes when it is kept in a tensor of this type.
+// Rounds a value as storing it in a tensor of this type does.
 template <ValueType T>
 inline float rounded(float value) {
   return T == ValueType::kBf16 ? bf16_to_float(float_to_bf16(value)) : value;

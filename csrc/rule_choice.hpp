@@ -1,5 +1,6 @@
-// Which of several rules a layer's cache follows: the one whose ghost cache has had more hits. Decides
-// what tandem.policy.eviction.rule_choice decides; see there for the reasons.
+// Chooses which of several rules a layer's cache follows: the one whose ghost cache has had more
+// hits. Decisions equal those of tandem.policy.eviction.rule_choice; the reasons are explained
+// there.
 #pragma once
 
 #include <array>
@@ -20,8 +21,8 @@ class GhostCache {
  public:
   void reset(std::int32_t num_experts, std::int64_t capacity);
 
-  // Returns how many of the experts are held, then lets the others in by their scores.
-  // `is_active` says by expert whether it is one of them.
+  // Returns how many of `experts` are held, then admits the others by their scores. `is_active`
+  // says by expert whether it is in `experts`.
   std::int32_t use(const Ids& experts, const std::vector<std::uint8_t>& is_active,
                    const Scores& scores);
 
@@ -33,7 +34,7 @@ class GhostCache {
 
 using Hits = std::array<std::int64_t, kNumRules>;  // by rule
 
-// The rule that all layers of a model start with.
+// The rule with which all layers of a model start.
 class RuleStart {
  public:
   explicit RuleStart(std::int32_t deviations) : deviations_(deviations) {}
@@ -60,14 +61,14 @@ class RuleChoice {
   bool is_open() const { return is_open_; }
   void resize(std::int64_t capacity);
   void use(const Ids& experts, const std::array<Scores, kNumRules>& scores, bool is_prompt);
-  int choose();  // the rule to follow; once a step, in the order of the layers
+  int choose();  // returns the rule to follow; once per step, in the order of the layers
 
  private:
   int followed() const { return is_open_ ? own_.value_or(options_.start->rule()) : kNextUse; }
   void weigh(const Hits& hits);
 
   Options options_;
-  std::optional<int> own_;  // the rule, once this layer has changed it
+  std::optional<int> own_;  // this layer's rule, once it has changed it
   bool is_open_ = false;
   std::int64_t capacity_ = 0, times_left_ = 0;
   std::array<GhostCache, kNumRules> ghosts_;

@@ -14,9 +14,9 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLeastNumber = std::numeric_limits<float>::lowest();
-// Keeps the best score's own exponent, 0 times this, a number.
+// Finite, so that the best score's exponent, 0 times this, is not NaN.
 constexpr float kLargestFactor = 1e30f;
-// Values are collected where a quarter of them is left, unless there are few anyway.
+// Values are collected when a quarter of them is left, unless there are only this many.
 constexpr std::int64_t kFewValues = 1024;
 
 const SamplingKernel& choose_kernel(const std::string& isa) {
@@ -35,7 +35,7 @@ std::int64_t whole_blocks(std::int64_t count) {
   return (count + kSamplingBlock - 1) / kSamplingBlock * kSamplingBlock;
 }
 
-// Kept from call to call, by thread: allocating them would cost more than a pass.
+// Kept between calls, per thread: allocating it would cost more than a pass.
 struct Scratch {
   std::vector<float> scores, weights, sums, collected;
 
@@ -47,7 +47,7 @@ struct Scratch {
   }
 };
 
-// Numbers in the order of floats, so that the space between two of them can be halved.
+// Maps floats to integers of the same order, so that the range between two of them can be halved.
 std::int32_t key_of(float value) {
   const auto bits = std::bit_cast<std::int32_t>(value);
   return bits ^ ((bits >> 31) & 0x7FFFFFFF);
@@ -58,16 +58,17 @@ float value_at(std::int64_t key) {
   return std::bit_cast<float>(bits ^ ((bits >> 31) & 0x7FFFFFFF));
 }
 
-// The least value of which those above it are not enough: it stays, and all that are not below it.
-// Those above `low` are enough, those above `high` are not.
+// Returns the least value above which there is not enough; it and all greater values stay. Above
+// `low` there is enough, above `high` there is not.
 template <typename IsEnough>
 float least_kept(const SamplingKernel& kernel, const float* values, std::int64_t count, float low,
                  float high, std::vector<float>& collected, const IsEnough& is_enough) {
   Above above_low = kernel.above(values, count, low), above_high{0, 0.0}, beyond{0, 0.0};
   std::int64_t low_key = key_of(low), high_key = key_of(high);
   for (int step = 0; high_key - low_key > 1; ++step) {
-    // Keys bound the number of steps; values lie more evenly between two values of one size. First
-    // the greatest value alone: where all are equal, halving would never leave fewer.
+    // Halving keys bounds the number of steps, but values are distributed more evenly between two
+    // values of similar size. The first step tries only the greatest value, because halving would
+    // never separate equal values.
     std::int64_t middle = step == 0 ? high_key - 1 : low_key + (high_key - low_key) / 2;
     if (step % 2 == 0 && step > 0) {
       const float mean = value_at(low_key) / 2 + value_at(high_key) / 2;
@@ -103,8 +104,8 @@ std::int64_t load_scores(const SamplingRule& rule, const TokenScores& from, floa
   return count;
 }
 
-// The token where the running sum of the weights from `least` on passes a share of their total.
-// Rounding never leads to one without weight.
+// Returns the token at which the running sum of weights, of those at least `least`, exceeds a share
+// of their total. In spite of rounding it always has a weight.
 std::int64_t token_at(const float* weights, const float* sums, std::int64_t num_blocks,
                       float least, double uniform) {
   double total = 0;
@@ -140,7 +141,7 @@ std::int64_t TokenSampler::choose(const SamplingRule& rule, const TokenScores& f
   const std::int64_t count = load_scores(rule, from, scores), num_blocks = count / kSamplingBlock;
   const float best = kernel_.greatest(scores, count);
   if (rule.temperature == 0 || best == kInfinity || best == -kInfinity)
-    return kernel_.find(scores, count, best) % from.vocabulary;  // of nothing but NaN, the first
+    return kernel_.find(scores, count, best) % from.vocabulary;  // if all are NaN, the first
 
   float least_score = kLeastNumber;
   if (rule.top_k > 0 && kernel_.above(scores, count, kLeastNumber).count >= rule.top_k)
@@ -152,7 +153,7 @@ std::int64_t TokenSampler::choose(const SamplingRule& rule, const TokenScores& f
   if (rule.top_p < 1) {
     double total = 0;
     for (std::int64_t i = 0; i < num_blocks; ++i) total += scratch.sums[i];
-    // What lies below the mean of all that may go cannot add up to it.
+    // Values below the mean of all that may be cut cannot add up to that much.
     const auto low = static_cast<float>((1 - double{rule.top_p}) * total / count / 2);
     least = std::max(least, least_kept(kernel_, weights, count, low, 1.0f, scratch.collected,
                                        [&](const Above& above) {

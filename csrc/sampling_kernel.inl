@@ -1,9 +1,9 @@
-// The passes of sampling for one width of registers; each instruction set's file includes it after
-// vectors.inl, inside a namespace of its own.
+// The passes of sampling for one width of registers. Each instruction set's file includes it after
+// vectors.inl, inside its own namespace.
 
 constexpr int kBlockRegisters = kSamplingBlock / TANDEM_LANES;
-constexpr int kSums = 4;  // independent sums, which hide an addition's latency
-constexpr float kLeastExponent = -87.0f;  // below it, e^x is no normal number
+constexpr int kSums = 4;  // independent sums, which hide the latency of additions
+constexpr float kLeastExponent = -87.0f;  // for less, e^x is not a normal number
 
 inline Vector greater_of(Vector a, Vector b) { return a > b ? a : b; }
 
@@ -62,7 +62,7 @@ std::int64_t collect_values(const float* values, std::int64_t count, float low, 
     const __m512 v = _mm512_loadu_ps(values + i);
     const __mmask16 is_within = _mm512_cmp_ps_mask(v, _mm512_set1_ps(low), _CMP_GT_OQ) &
                                 _mm512_cmp_ps_mask(v, _mm512_set1_ps(high), _CMP_LE_OQ);
-    // Through a register: storing selected lanes takes Zen 4 a hundred cycles.
+    // Compresses in a register, because a compressing store takes Zen 4 a hundred cycles.
     _mm512_storeu_ps(to + number, _mm512_maskz_compress_ps(is_within, v));
     number += __builtin_popcount(is_within);
   }

@@ -20,14 +20,14 @@ void require_side(const char* name, Index size) {
   require(size > 0 && size <= kMostSide, name, size, "1 to 2^28");
 }
 
-// `at` .. `at + needed - 1` lies in so many bytes.
+// Requires that `at` .. `at + needed - 1` is within `bytes` bytes.
 void require_part(const char* name, Index at, Index needed, Index bytes) {
   if (at < 0 || needed > bytes || at > bytes - needed)
     refuse(std::string(name) + " has " + std::to_string(bytes) + " bytes, expected " +
            std::to_string(needed) + " from byte " + std::to_string(at) + " on");
 }
 
-// `count` parts of so many bytes, `stride` apart.
+// Requires room for `count` parts of `part` bytes, `stride` apart.
 void require_parts(const char* name, Index count, Index stride, Index part, Index bytes) {
   if (count <= 1) return require_part(name, 0, count * part, bytes);
   require(stride >= 0 && stride <= bytes / (count - 1), std::string("the stride of ") + name, stride,
@@ -46,7 +46,7 @@ void require_projection(const char* name, const ProjectionLayout& projection, In
   const Index blocks = blocks_of(rows);
   require_part(name, projection.data, blocks * code_bytes(format, projection.cols), expert_bytes);
   const Index scales = blocks * scale_bytes(format, projection.cols, projection.group);
-  require_part(name, projection.scales, scales, expert_bytes);  // also where there are none
+  require_part(name, projection.scales, scales, expert_bytes);  // also if there are none
   if (projection.bias >= 0) require_part(name, projection.bias, blocks * kBlockRows * 4, expert_bytes);
 }
 
@@ -54,7 +54,7 @@ Index bytes_of(ScaleKind kind) {
   return kind == ScaleKind::kFp16 ? 2 : kind == ScaleKind::kFp32OfBlock ? 4 : 1;
 }
 
-// Whether what a kind of blocks is read as can be written in a format.
+// Whether a format can store what this kind of block is read as.
 bool can_hold(Format format, const BlockReader& reader) {
   const Encoding& e = encoding(format);
   if (const auto* lines = std::get_if<ReadBlock<Lines>>(&reader.read); lines != nullptr)
@@ -82,7 +82,7 @@ void require_numbers(const char* name, const Rearrangement& work, const Numbers&
     const Index first = block * kBlockRows;
     last_row = std::max(last_row, first / f.scale_rows + std::min(lanes, work.rows - first) - 1);
   }
-  // Of a block in the middle all lanes are read, of the last one perhaps a few.
+  // Blocks in the middle read all lanes, the last one perhaps only a few.
   if (work.rows > kBlockRows)
     last_row = std::max(last_row,
                         (blocks_of(work.rows) - 2) * kBlockRows / f.scale_rows + lanes - 1);
@@ -168,7 +168,7 @@ void require_layout(const ExpertLayout& layout, std::int64_t expert_bytes) {
   const Index up_rows = layout.inner_rows * (layout.is_gated ? 2 : 1);
   require_projection("the first matrix", layout.up, up_rows, layout.hidden_size, expert_bytes);
   require_projection("the second matrix", layout.down, layout.hidden_size, 1, expert_bytes);
-  // Whole blocks come out of the first projection, of which the second leaves padding alone.
+  // The first projection gives whole blocks; the second may skip only padding.
   require(layout.down.cols > layout.inner_rows - kBlockRows, "the columns of the second matrix",
           layout.down.cols, "about the inner rows, " + std::to_string(layout.inner_rows));
 }

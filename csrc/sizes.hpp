@@ -1,5 +1,5 @@
-// Checks the sizes of calls that come from outside against the memory that they come with: nothing
-// is read or written beyond it. All of these throw std::invalid_argument with one sentence.
+// Checks the sizes of calls from outside against the memory that comes with them, so that nothing
+// is read or written beyond it. All functions throw std::invalid_argument with one sentence.
 #pragma once
 
 #include <cstdint>
@@ -11,26 +11,27 @@
 
 namespace tandem {
 
-// Beyond it a product of sizes could leave 64 bits.
+// Larger sides could overflow 64 bits in a product of sizes.
 constexpr std::int64_t kMostSide = std::int64_t{1} << 28;
 
 Format require_format(std::int64_t number);
-// Columns that a matrix of a format has after padding, and how many share a scale (0: none).
+// Checks the columns of a matrix after padding, and how many share a scale (0: no scales).
 void require_columns(Format format, std::int64_t group, std::int64_t cols);
 constexpr std::int64_t blocks_of(std::int64_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
 
-// Every part of an expert lies in its bytes, and rows are as long as the next matrix reads them.
+// Checks that every part of an expert is within its bytes, and that rows are as long as the next
+// matrix reads them.
 void require_layout(const ExpertLayout& layout, std::int64_t expert_bytes);
 
-// Bytes from each address of a rearrangement on.
+// Bytes available at each address of a rearrangement.
 struct RearrangementBytes {
   std::int64_t source, order, data, scales, table, factor;
   std::int64_t field_scales, field_minima;
 };
-// Also looks at the numbers of rows in `order`.
+// Also checks the row numbers in `order`.
 void require_room(const Rearrangement& work, const RearrangementBytes& bytes);
 
-// Bytes from each address of a rounding on.
+// Bytes available at each address of a quantisation.
 struct QuantizeBytes {
   std::int64_t source, importance, data, scales;
 };

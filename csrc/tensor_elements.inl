@@ -1,7 +1,7 @@
-// Values of tensors as rows of fp32, and the operations value by value, with whatever instructions the
-// including file is compiled for. Included inside a namespace of its own, after vectors.inl.
+// Conversion of tensors' values to rows of fp32, and elementwise operations, in the including
+// file's instruction set. Included inside a namespace, after vectors.inl.
 
-// Values that are computed at a time: they stay in the first-level cache. Whole registers.
+// Values per part, which stay in the first-level cache; whole registers.
 constexpr std::int64_t kPart = 1024;
 
 struct Row {
@@ -73,18 +73,18 @@ inline void* element_at(void* data, ElementType type, std::int64_t index) {
   return static_cast<std::uint8_t*>(data) + index * element_bytes(type);
 }
 
-// How many values after the first one the value at (a, b, c, d) lies.
+// Offset in values of element (a, b, c, d).
 inline std::int64_t offset_of(const Four& strides, const Four& at) {
   return at[0] * strides[0] + at[1] * strides[1] + at[2] * strides[2] + at[3] * strides[3];
 }
 
-// Fills a row with values from `at` on along the last dimension.
+// Fills a row with values from `at` on, along the last dimension.
 inline void load_operand(const Operand& x, const Four& at, std::int64_t count, float* to) {
-  if (x.data == nullptr) return;  // filled before
+  if (x.data == nullptr) return;  // already filled with the scalar
   load_row(x.type, element_at(x.data, x.type, offset_of(x.strides, at)), x.strides[3], count, to);
 }
 
-// Calls function(index of the row, its place) for each row of the last dimension.
+// Calls function(index of the row, its coordinates) for each row of the last dimension.
 template <typename Function>
 inline void each_row(const Four& sizes, const Function& function) {
   std::int64_t row = 0;
@@ -122,7 +122,7 @@ inline void change(ElementwiseKind kind, std::int64_t n, float* a) {
   switch (kind) {
     case Kind::kSilu: return map_vectors(n, a, [](Vector x) { return x * sigmoid(x); });
     case Kind::kSigmoid: return map_vectors(n, a, [](Vector x) { return sigmoid(x); });
-    case Kind::kSoftplus:  // above 20 it is `x` itself to the last digit
+    case Kind::kSoftplus:  // above 20 it equals `x` to the last digit
       return map_one(n, a, [](float x) { return x > 20 ? x : std::log1p(std::exp(x)); });
     case Kind::kGelu:
       return map_one(n, a, [](float x) { return 0.5f * x * (1 + std::erf(x * 0.70710678f)); });
@@ -152,7 +152,7 @@ inline void join(ElementwiseKind kind, std::int64_t n, float* a, const float* b)
     case Kind::kMultiply: return map_two(n, a, b, [](float x, float y) { return x * y; });
     case Kind::kSubtract: return map_two(n, a, b, [](float x, float y) { return x - y; });
     case Kind::kDivide: return map_two(n, a, b, [](float x, float y) { return x / y; });
-    case Kind::kGreater:  // NaN stays
+    case Kind::kGreater:  // keeps NaN
       return map_two(n, a, b, [](float x, float y) { return x < y || y != y ? y : x; });
     case Kind::kLess: return map_two(n, a, b, [](float x, float y) { return x > y || y != y ? y : x; });
     case Kind::kPower: return map_two(n, a, b, [](float x, float y) { return std::pow(x, y); });
@@ -177,13 +177,13 @@ inline void join(ElementwiseKind kind, std::int64_t n, float* a, const float* b,
     for (std::int64_t i = 0; i < n; ++i) a[i] = a[i] != 0 ? b[i] : c[i];
     return;
   }
-  for (std::int64_t i = 0; i < n; ++i) {  // NaN stays
+  for (std::int64_t i = 0; i < n; ++i) {  // keeps NaN
     const float x = a[i] < b[i] ? b[i] : a[i];
     a[i] = x > c[i] ? c[i] : x;
   }
 }
 
-// Values that stay what they are, bit by bit.
+// Whether values are copied bit by bit.
 inline bool is_plain_copy(const Elementwise& call) {
   return call.kind == ElementwiseKind::kCopy && call.a.data && call.a.type == call.out.type;
 }
@@ -227,7 +227,7 @@ inline void combine_values(const Elementwise& call) {
     for (; at[3] < sizes[3]; at[3] += kPart) {
       const std::int64_t count = std::min(kPart, sizes[3] - at[3]);
       if (call.a.data) load_operand(call.a, at, count, a.values);
-      else std::fill_n(a.values, count, call.a.scalar);  // the result is made in its place
+      else std::fill_n(a.values, count, call.a.scalar);  // again: the result overwrites it
       if (operands > 1) load_operand(call.b, at, count, b.values);
       if (operands > 2) load_operand(call.c, at, count, c.values);
       if (operands == 1) change(call.kind, count, a.values);

@@ -1,7 +1,7 @@
-// Operations along a dimension and by index, with whatever instructions the including file is compiled
-// for. Included inside a namespace of its own, after tensor_elements.inl.
+// Operations along a dimension and by index, in the including file's instruction set. Included
+// inside a namespace, after tensor_elements.inl.
 
-// Memory for a row of any length, kept by thread.
+// A thread's memory for a row of any length.
 inline float* long_row(int which, std::int64_t count) {
   thread_local std::vector<float> rows[2];
   std::vector<float>& row = rows[which];
@@ -23,7 +23,7 @@ inline float sum_over(std::int64_t count, const Function& value) {
   return total;
 }
 
-// Whether `x` takes the place of the best so far; NaN does, once.
+// Whether `x` replaces the best so far; NaN does, once.
 inline bool is_better(ReductionKind kind, float x, float best) {
   if (best != best) return false;
   return x != x || (kind == ReductionKind::kGreatest ? x > best : x < best);
@@ -44,7 +44,7 @@ inline float reduce_row(const Reduction& call, const float* row, std::int64_t* i
   return row[best];
 }
 
-// Sums whole rows where what is reduced lies further apart than what is kept.
+// Sums whole rows, if the reduced dimension has larger strides than the one that stays.
 inline void sum_rows(const Reduction& call, std::int64_t row, const Four& first) {
   const std::int64_t width = call.sizes[2], count = call.sizes[3];
   Row sum, next;
@@ -112,7 +112,7 @@ inline void find_greatest(const Greatest& call) {
   const std::int64_t count = call.sizes[3];
   float *row = long_row(0, count), *best = long_row(1, call.top_k);
   order.resize(count);
-  // NaN counts as the greatest: what is compared must have an order.
+  // NaN counts as the greatest, because sorting needs an order.
   const auto is_before = [&](std::int64_t a, std::int64_t b) {
     const bool is_nan = row[a] != row[a], is_other_nan = row[b] != row[b];
     if (is_nan || is_other_nan) return is_nan != is_other_nan ? is_nan : a < b;
@@ -130,8 +130,8 @@ inline void find_greatest(const Greatest& call) {
   });
 }
 
-// Calls function(place, how many of the last dimension follow it, their number): one by one, unless
-// all of a row have the same number.
+// Calls function(position, number of positions from it on, their index): one by one, or once for a
+// row in which all indices are the same.
 template <typename Function>
 inline void each_index(const Four& sizes, const DimIndex& along, const Function& function) {
   const std::int64_t step = along.index_strides[3] == 0 ? sizes[3] : 1;
@@ -188,7 +188,7 @@ inline void store_products(const Product& call, const Four& at, const float* row
             call.out.strides[3], call.sizes[3], row);
 }
 
-// Where the columns of `b` lie side by side: rows of it are added up.
+// If the columns of `b` are contiguous: sums rows of it.
 inline void multiply_by_rows(const Product& call) {
   float *a = long_row(0, call.depth), *out = long_row(1, call.sizes[3]);
   Row sum, next;
@@ -207,7 +207,7 @@ inline void multiply_by_rows(const Product& call) {
   });
 }
 
-// Where `b` lies along its depth: each column is read once for all rows.
+// If `b` is contiguous along its depth: reads each column once for all rows.
 inline void multiply_by_columns(const Product& call, std::int64_t i, std::int64_t j) {
   const std::int64_t rows = call.sizes[2], columns = call.sizes[3];
   float *a = long_row(0, rows * call.depth), *out = long_row(1, rows * columns);
@@ -235,8 +235,8 @@ inline void multiply(const Product& call) {
     for (std::int64_t j = 0; j < call.sizes[1]; ++j) multiply_by_columns(call, i, j);
 }
 
-// Multiplies some heads with some keys (.., dim): registers of heads meet several keys, so that what is
-// loaded of either serves all of the other.
+// Multiplies some heads by some keys (.., dim). Several keys share each register of heads, and
+// several registers share each key.
 template <int kKeys, int kVectors>
 inline void multiply_heads(const KeyScores& call, const float* keys, std::int64_t head,
                            Vector (&sums)[kKeys][kVectors]) {
@@ -254,7 +254,7 @@ inline void multiply_heads(const KeyScores& call, const float* keys, std::int64_
   }
 }
 
-// Adds to `totals` what some heads say of some keys.
+// Adds the scores of some heads for some keys to `totals`.
 template <int kKeys, int kVectors>
 inline void score_heads(const KeyScores& call, const float* keys, std::int64_t head,
                         Vector (&totals)[kKeys]) {
@@ -263,13 +263,13 @@ inline void score_heads(const KeyScores& call, const float* keys, std::int64_t h
   for (int v = 0; v < kVectors; ++v) {
     const Vector weights = load(call.weights + head + v * TANDEM_LANES);
     for (int k = 0; k < kKeys; ++k) {
-      const Vector positive = sums[k][v] < 0 ? Vector{} : sums[k][v];  // NaN stays
+      const Vector positive = sums[k][v] < 0 ? Vector{} : sums[k][v];  // keeps NaN
       totals[k] += positive * weights;
     }
   }
 }
 
-// Returns some keys, of this thread.
+// Loads some keys into this thread's memory.
 inline const float* loaded_keys(const KeyScores& call, std::int64_t first, std::int64_t count) {
   thread_local std::vector<float> keys;
   keys.resize(count * call.dim);
@@ -291,7 +291,7 @@ inline void score_some(const KeyScores& call, std::int64_t first) {
 }
 
 inline void score_keys(const KeyScores& call) {
-  constexpr int kKeys = TANDEM_LANES == 16 ? 8 : 4;  // sums in half of the registers
+  constexpr int kKeys = TANDEM_LANES == 16 ? 8 : 4;  // sums take half of the registers
   std::int64_t first = 0;
   for (; first + kKeys <= call.count; first += kKeys) score_some<kKeys>(call, first);
   for (; first < call.count; ++first) score_some<1>(call, first);
@@ -305,7 +305,7 @@ inline void best_of_some(const KeyScores& call, std::int64_t first) {
     multiply_heads(call, keys, head, sums);
     Vector best = load(call.scores + head);
     for (int k = 0; k < kKeys; ++k)
-      best = ((sums[k][0] <= best) | (best != best)) ? best : sums[k][0];  // NaN stays
+      best = ((sums[k][0] <= best) | (best != best)) ? best : sums[k][0];  // keeps NaN
     store(call.scores + head, best);
   }
 }

@@ -15,14 +15,14 @@ void move(View& view, int dim, std::int64_t first) {
     view.data = static_cast<Byte*>(view.data) + first * view.strides[dim] * element_bytes(view.type);
 }
 
-// The part of a call that writes `width` values a row, without gaps.
+// The part of a call that writes contiguous rows of `width` values.
 template <typename Call>
 Call rows_of(const Call& call, int dim, std::int64_t first, std::int64_t count,
              std::int64_t width) {
   Call part = call;
   part.sizes[dim] = count;
   move(part.x, dim, first);
-  std::int64_t rows = first;  // before the part
+  std::int64_t rows = first;  // rows before the part
   for (int d = dim + 1; d < 3; ++d) rows *= call.sizes[d];
   part.out = static_cast<std::uint8_t*>(call.out) + rows * width * element_bytes(call.type);
   if constexpr (!std::is_same_v<Call, Softmax>)

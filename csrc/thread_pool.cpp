@@ -27,8 +27,8 @@ constexpr std::uint64_t next_task(std::uint64_t ticket) { return ticket & kTaskM
 constexpr std::uint64_t num_tasks(std::uint64_t ticket) { return (ticket >> kTaskBits) & kTaskMask; }
 constexpr std::uint64_t job_number(std::uint64_t ticket) { return ticket >> (2 * kTaskBits); }
 
-// How long a thread looks out for work before it sleeps. After a job 10 microseconds, shorter than
-// what a busy machine would notice; when a job has been announced, longer than its preparation.
+// How long a thread spins before it sleeps. After a job the time is short, so that other programs
+// hardly lose any; after an announcement it is longer than preparing a job takes.
 constexpr std::chrono::microseconds kAfterJob{10};
 constexpr std::chrono::microseconds kAfterWake{100};
 
@@ -89,13 +89,13 @@ void ThreadPool::bind_workers([[maybe_unused]] const std::vector<int>& processor
   for (const int processor : processors)
     if (processor >= 0 && processor < CPU_SETSIZE) CPU_SET(static_cast<std::size_t>(processor), &set);
   if (CPU_COUNT(&set) == 0) return;
-  // A system that forbids it costs speed at most.
+  // If the system forbids it, this costs only speed.
   for (std::thread& worker : workers_)
     pthread_setaffinity_np(worker.native_handle(), sizeof set, &set);
 #endif
 }
 
-// Puts the job's tasks from `first` on into a ticket, as many as it holds.
+// Puts tasks of the job, from `first` on, into a ticket: as many as it holds.
 void ThreadPool::publish(std::int64_t first) {
   const std::int64_t left = job_.count - first;
   const std::int64_t n = left < kMostTasks ? left : kMostTasks;
@@ -145,7 +145,7 @@ bool ThreadPool::claim_and_run() {
   do {
     if (next_task(ticket) >= num_tasks(ticket)) return false;
   } while (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel));
-  // Read after the claim: until this task is counted below, the job cannot be replaced.
+  // Read after the claim: until this task is counted below, the job cannot change.
   const std::uint32_t total = static_cast<std::uint32_t>(num_tasks(ticket));
   job_.function(job_.context, first_ + static_cast<std::int64_t>(next_task(ticket)));
   if (num_done_.fetch_add(1, std::memory_order_acq_rel) + 1 == total) num_done_.notify_all();

@@ -1,10 +1,10 @@
-// A pool for work of tens of microseconds: tasks are claimed one by one, and the caller works too.
+// A pool for work of tens of microseconds. Tasks are claimed one by one, and the caller works too.
 //
-// Order. `run` writes the job's function and context, then publishes a ticket (release): job number,
-// number of tasks, next task. A thread claims a task by advancing the ticket (compare-and-swap,
-// acquire); only then it reads function and context. They cannot change before the claimed task has
-// been counted as done (release), and `run` returns after it has seen all tasks done (acquire). So a
-// worker that wakes up late, or never, delays nobody: it finds no task to claim.
+// Order. `run` writes the job's function and context, then publishes a ticket (release): job
+// number, number of tasks, next task. A thread claims a task by advancing the ticket
+// (compare-and-swap, acquire), and reads function and context only after that. These cannot change
+// before the claimed task is counted as done (release), and `run` returns after all tasks are done
+// (acquire). So a worker that wakes up late, or never, delays nothing: it finds no task to claim.
 #pragma once
 
 #include <atomic>
@@ -20,8 +20,8 @@ namespace tandem {
 
 class ThreadPool {
  public:
-  // `num_threads` counts the caller; 1 means no worker. Throws std::runtime_error, which says so, if
-  // the system gives fewer.
+  // `num_threads` includes the caller; 1 means no worker. Throws std::runtime_error if the system
+  // gives fewer threads.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -29,16 +29,16 @@ class ThreadPool {
 
   int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Calls task(i) for every i in 0..count-1, each once, and returns when all have returned.
-  // One caller at a time. Tasks must not throw.
+  // Calls task(i) once for every i in 0..count-1, and returns when all have returned. One caller at
+  // a time. Tasks must not throw.
   template <typename Task>
   void run(std::int64_t count, const Task& task) {
     start(count, task);
     finish();
   }
 
-  // Gives the workers the job and returns. The task must live until `finish` has returned, which
-  // works too and waits for the rest; nothing else may be started in between.
+  // Gives the job to the workers and returns. The task must live until `finish` has returned, which
+  // works on the rest and waits for it. Nothing else may be started meanwhile.
   template <typename Task>
   void start(std::int64_t count, const Task& task) {
     job_ = {count, [](const void* t, std::int64_t i) { (*static_cast<const Task*>(t))(i); }, &task};
@@ -46,19 +46,19 @@ class ThreadPool {
   }
   void finish();
 
-  // Binds the workers to these processors, as a set: which of them each takes is the system's choice,
-  // and the caller stays where it is. Nothing happens where the system has no such call.
+  // Binds the workers to these processors as a set; the system chooses one for each, and the caller
+  // is not bound. Does nothing if the system has no such call.
   void bind_workers(const std::vector<int>& processors);
 
-  // Held by a caller from the preparation of its work, in memory that is kept, to the end: callers
-  // from several threads wait for each other here.
+  // A caller holds this from preparing its work, in memory that is reused, until the end. Callers
+  // from several threads wait here for each other.
   std::mutex& busy() { return busy_; }
 
-  // Wakes the workers: a job is about to come. They look out for it for a while, then sleep again.
+  // Wakes the workers because a job will come. They spin for a while, then sleep again.
   void wake();
 
-  // While it lives the workers look out as long after a job as after `wake`: many jobs come, with
-  // little in between.
+  // While this exists, workers spin after a job as long as after `wake`, because many jobs come in
+  // quick succession.
   class Alert {
    public:
     explicit Alert(ThreadPool& pool) : pool_(pool) {
@@ -95,14 +95,14 @@ class ThreadPool {
   std::atomic<bool> is_closing_{false};
   std::atomic<bool> is_alert_{false};
   Job job_;
-  std::int64_t first_ = 0;      // of the job's tasks that are in the ticket
-  std::int64_t published_ = 0;  // how many they are; 0: the caller does them alone
+  std::int64_t first_ = 0;  // the first task in the ticket
+  std::int64_t published_ = 0;  // number of tasks in the ticket; 0: the caller does them alone
   std::mutex busy_;
   const HomeProcess home_;
   std::vector<std::thread> workers_;
 };
 
-// Waits, at first without sleeping, until another thread has counted down to zero.
+// Waits until other threads have counted down to zero; spins first, then sleeps.
 void wait_until_zero(const std::atomic<std::int64_t>& count);
 
 }  // namespace tandem

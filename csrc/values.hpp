@@ -1,5 +1,5 @@
-// Tensors of the model as the native side sees them: fp32, bf16 or fp16 values. Experts take tokens of
-// each; dense kernels, attention and what stands between them take the first two.
+// A model's tensors on the native side: fp32, bf16 or fp16 values. Experts take tokens of each
+// type; dense kernels, attention and small operations take the first two.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace tandem {
 
-// The numbers are those of TOKEN_DTYPES in tandem.kernels.native.
+// The values are those of TOKEN_DTYPES in tandem.kernels.native.
 enum class ValueType : int { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 
 constexpr std::int64_t value_bytes(ValueType type) { return type == ValueType::kFp32 ? 4 : 2; }
@@ -22,7 +22,7 @@ static inline void* value_at(void* values, ValueType type, std::int64_t index) {
   return static_cast<std::uint8_t*>(values) + index * value_bytes(type);
 }
 
-// Copies `count` values that lie side by side to fp32.
+// Converts `count` contiguous values to fp32.
 static inline void load_values(const void* from, ValueType type, std::int64_t count, float* to) {
   if (type == ValueType::kFp32) {
     std::memcpy(to, from, count * sizeof(float));

@@ -1,5 +1,5 @@
-// Registers of TANDEM_LANES floats and a few functions of them, for kernels that are compiled once per
-// instruction set: included inside a namespace of its own, after <immintrin.h> where there are 16.
+// Registers of TANDEM_LANES floats and some functions on them, for kernels that are compiled once
+// per instruction set. Included inside a namespace, after <immintrin.h> if there are 16 lanes.
 
 using Vector = float __attribute__((vector_size(TANDEM_LANES * 4)));
 using Integers = std::int32_t __attribute__((vector_size(TANDEM_LANES * 4)));
@@ -23,7 +23,7 @@ inline Vector broadcast(float x) { return Vector{} + x; }
 // exp(x) for x <= 0 to about 2e-7 relative: 2^n times a polynomial on [-ln2/2, ln2/2].
 inline Vector exponential(Vector x) {
   const Vector lowest = broadcast(-87.0f);
-  x = x < lowest ? lowest : x;  // NaN stays
+  x = x < lowest ? lowest : x;  // keeps NaN
   const Vector magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
   const Vector shifted = x * 1.44269504f + magic;
   const Vector n = shifted - magic;
@@ -37,7 +37,7 @@ inline Vector exponential(Vector x) {
   return p * power;
 }
 
-inline Vector tangent(Vector x) {  // hyperbolic, to about 1e-7 absolute
+inline Vector tangent(Vector x) {  // hyperbolic tangent, to about 1e-7 absolute
   const Vector size = x < 0 ? -x : x;
   const Vector e = exponential(size * -2.0f);
   const Vector t = (1.0f - e) / (1.0f + e);

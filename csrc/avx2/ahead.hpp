@@ -1,4 +1,4 @@
-// What is asked of memory before it is needed. Included like output.hpp.
+// Prefetching on 256-bit registers. Included like output.hpp.
 #pragma once
 
 #include "../codes.hpp"
@@ -7,15 +7,17 @@
 namespace tandem {
 namespace {
 
-// The hardware follows a stream to the end of its page only. Lines on their way to the first cache
-// have few places, hence two steps: from afar into the second, shortly before use into the first.
+// The hardware prefetcher stops at the end of a page. Few lines can be on their way to the
+// first-level cache at once, so there are two steps: from far into the second level, shortly before
+// use into the first.
 constexpr std::int64_t kFarBytes = 4096;
 constexpr std::int64_t kNearBytes = 1024;
 
-// By the numbers of __builtin_prefetch: _mm_prefetch's hints are an enum with GCC, and none with Clang.
+// The values are the locality arguments of __builtin_prefetch. _mm_prefetch would not do: its hints
+// are an enum in GCC and integers in Clang.
 enum class Cache { kSecond = 2, kFirst = 3 };
 
-// Always inlined, here and below: GCC drops calls of functions that do nothing else.
+// Here and below always inlined: GCC drops calls of functions that only prefetch.
 template <Cache To>
 TANDEM_INLINE void fetch(const std::uint8_t* at) {
   __builtin_prefetch(at, 0, static_cast<int>(To));
@@ -26,7 +28,7 @@ TANDEM_INLINE void fetch_stream(const std::uint8_t* at) {
   fetch<Cache::kFirst>(at + kNearBytes);
 }
 
-// Lines from `at` on, asked for in `count` pieces: all at once would keep other loads waiting.
+// Prefetches lines from `at` on in `count` pieces, since all at once would delay other loads.
 class Pieces {
  public:
   Pieces(const std::uint8_t* at, std::int64_t bytes, std::int64_t count)
@@ -42,7 +44,7 @@ class Pieces {
   std::int64_t piece_;
 };
 
-// How many calls in_tiles<Most> makes.
+// Number of calls that in_tiles<Most> makes.
 constexpr std::int64_t num_tiles(std::int64_t num_tokens, std::int64_t most) {
   return (num_tokens + most - 1) / most;
 }

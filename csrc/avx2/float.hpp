@@ -7,8 +7,8 @@
 namespace tandem {
 namespace {
 
-// How 64 bytes, `kCols` columns of the 16 rows, become fp32, two columns at a time, and one row's
-// activations with them. `arrange` puts sums into the order of the rows.
+// Converts 64 bytes (`kCols` columns of 16 rows) to fp32, two columns at a time, and one token's
+// activations with them. `arrange` restores the order of the rows in sums.
 template <Format F>
 struct FloatCode;
 
@@ -23,7 +23,7 @@ inline __m256 second_bf16(__m256i pairs) {
 }
 
 struct Bf16Activations {
-  // Columns k and k + 1 of a token, in all lanes.
+  // Broadcasts columns k and k + 1 of a token.
   static void broadcast2(const Activations& x, std::int64_t token, std::int64_t k,
                          __m256 (&values)[2]) {
     std::int32_t two;
@@ -55,7 +55,7 @@ template <>
 struct FloatCode<Format::kFp16> {
   static constexpr int kCols = 2;
 
-  // Taking every second number of two registers leaves the rows as 0 1 4 5 2 3 6 7.
+  // Taking every second number of two registers gives the row order 0 1 4 5 2 3 6 7.
   static void decode2(const std::uint8_t* data, int half, int, __m256 (&columns)[2]) {
     const auto* at = reinterpret_cast<const __m128i*>(data + 32 * half);
     const __m256 rows03 = _mm256_cvtph_ps(_mm_loadu_si128(at));
@@ -83,8 +83,8 @@ template <>
 struct FloatCode<Format::kFp8> : Bf16Activations {
   static constexpr int kCols = 4;
 
-  // Shifted to where fp32 has them, sign, exponent and mantissa of e4m3 are the value times 2^-120,
-  // subnormal ones included. The NaN becomes 480; no packed matrix has one.
+  // Moves the bits of e4m3 to fp32's sign, exponent and mantissa, which gives the value times
+  // 2^-120, also for subnormals. NaN would become 480, but no packed matrix has one.
   static void decode2(const std::uint8_t* data, int half, int pair, __m256 (&columns)[2]) {
     const __m256i codes = load_dwords(data + 32 * half);
     const __m256i kept = _mm256_set1_epi32(static_cast<std::int32_t>(0x87F00000));
@@ -99,7 +99,7 @@ struct FloatCode<Format::kFp8> : Bf16Activations {
   static __m256 arrange(__m256 sums) { return sums; }
 };
 
-// Columns that share a scale. Formats without scales are summed in parts of as many.
+// Columns that share a scale. Formats without scales are summed in parts of the same size.
 constexpr std::int64_t kPartCols = 128;
 
 template <Format F>
@@ -129,10 +129,10 @@ void arrange(Totals<T>& total) {
     for (__m256& sum : sums) sum = FloatCode<F>::arrange(sum);
 }
 
-// A block's sums have one order of additions, however many tokens there are, so that a result does
-// not depend on the batch: of each part's columns the even ones, then the odd ones, each in turn.
-// Few tokens sum both at once, as a multiply-add takes four cycles, of which two start in each;
-// more have too many sums for the registers and go through a part twice.
+// A block's sums have one order of additions for any number of tokens, so that a result does not
+// depend on the batch: in each part, first the even columns, then the odd ones. Few tokens compute
+// both sums at once, because a multiply-add has a latency of four cycles and two start per cycle.
+// More tokens have too many sums for the registers, and go through a part twice.
 enum class Parity { kEven = 0, kOdd = 1, kBoth = 2 };
 
 template <Format F, int T, Parity P>
@@ -168,7 +168,7 @@ void clear(Totals<T>& sums) {
   for (int t = 0; t < T; ++t) sums[t][0] = sums[t][1] = _mm256_setzero_ps();
 }
 
-// One block, straight from memory, times T tokens.
+// Multiplies one block, read from memory, by T tokens.
 template <Format F, int T>
 void float_row_tile(const Product& p, std::int64_t b, std::int64_t token, const Output& out) {
   const std::uint8_t* data = p.m.data + b * bytes_of_block<F>(p.m.cols);
@@ -191,7 +191,7 @@ void float_row_tile(const Product& p, std::int64_t b, std::int64_t token, const 
   out.store<T>(total);
 }
 
-// Activations of a batch of tokens, a part's columns, as fp32.
+// Activations of a batch of tokens in one part's columns, as fp32.
 template <Format F, std::int64_t Batch>
 struct ActivationPanel {
   alignas(64) float values[Batch][kPartCols];
@@ -204,7 +204,7 @@ struct ActivationPanel {
   }
 };
 
-// Weights of a part of a block as fp32: 16 rows of each column.
+// Weights of one part of a block as fp32: 16 rows per column.
 template <Format F>
 struct WeightPanel {
   alignas(64) float values[kPartCols][kBlockRows];
@@ -222,11 +222,11 @@ struct WeightPanel {
   }
 };
 
-// Every second column from `first` on.
+// Adds every second column from `first` on.
 template <Format F, int T>
 void add_panel_columns(const WeightPanel<F>& weights, const float (*x)[kPartCols],
                        std::int64_t first, std::int64_t width, Totals<T>& out) {
-  Totals<T> sums;  // a result in memory would be written at every step
+  Totals<T> sums;  // local, because sums in memory would be written at every step
   clear<T>(sums);
   for (std::int64_t k = first; k < width; k += 2) {
     const __m256 w0 = _mm256_load_ps(weights.values[k]);
@@ -255,7 +255,7 @@ void float_panel_tile(const WeightPanel<F>& weights, const float (*x)[kPartCols]
   out.store<T>(total);
 }
 
-// Up to here filling a panel costs more than it saves (measured on Zen 4).
+// Up to this number of tokens, filling a panel costs more than it saves (measured on Zen 4).
 template <Format F>
 constexpr std::int64_t kMostFloatsStreamed = F == Format::kFp8 ? 4 : 8;
 
@@ -273,7 +273,7 @@ void few_float_tokens(const Product& p, std::int64_t begin, std::int64_t end,
 template <Format F>
 void many_float_tokens(const Product& p, std::int64_t begin, std::int64_t end,
                        std::int64_t num_tokens) {
-  constexpr int kTile = 6;  // with 12 sums, two weights and an activation in 16 registers
+  constexpr int kTile = 6;  // 12 sums, two weights and an activation fit 16 registers
   constexpr std::int64_t kBatch = 48;
   ActivationPanel<F, kBatch> x;
   WeightPanel<F> weights;
@@ -306,7 +306,6 @@ void multiply_float(const Product& p, std::int64_t begin, std::int64_t end,
   many_float_tokens<F>(p, begin, end, num_tokens);
 }
 
-// Multiplies a floating-point format.
 inline void multiply_floats(const Product& p, std::int64_t begin, std::int64_t end,
                             std::int64_t num_tokens) {
   end = last_block(end, p.num_rows);

@@ -1,5 +1,5 @@
-// Looks lines of a grid up on 256-bit registers: of eight rows at once, line by line in memory that
-// stays in the nearest cache. Included like output.hpp.
+// Looks up lines of a grid with 256-bit registers, eight rows at a time; the table stays in the
+// first-level cache. Included like output.hpp.
 #pragma once
 
 #include <immintrin.h>
@@ -13,11 +13,11 @@
 namespace tandem {
 namespace {
 
-// Whether signs turn numbers around; else they move them by two.
+// Whether signs negate numbers; otherwise they move them by two.
 template <Format F>
 constexpr bool kHasSigns = encoding(F).grid->sign_kind() != Signs::kOne;
 
-// The numbers of a grid's lines, a byte each: magnitudes, or codes where there are no signs.
+// The numbers of a grid's lines, one byte each: magnitudes, or codes in grids without signs.
 template <Format F>
 struct GridLines {
   static constexpr const Grid& kGrid = *encoding(F).grid;
@@ -40,14 +40,15 @@ const GridLines<F>& grid_lines() {
   return lines;
 }
 
-// Of eight rows, the first or the second half of a block's.
+// The first or the second eight rows of a block.
 template <Format F>
 class GridRows {
  public:
   TANDEM_INLINE GridRows(const std::uint8_t* words, std::int64_t half)
       : words_(words + 32 * half), lines_(grid_lines<F>().numbers) {}
 
-  // Calls function(J, numbers, signs) for each four columns of strip S; signs are bytes of ones.
+  // Calls function(J, numbers, signs) for every four columns of strip S; the bytes of `signs` are 0
+  // or -1.
   template <int S, typename Function>
   TANDEM_INLINE void strip(const Function& function) const {
     constexpr int kLines = kStripCols / kGrid.line_cols;
@@ -56,7 +57,8 @@ class GridRows {
       constexpr int L = decltype(l)::value, kCount = kGrid.line_cols / 4;
       __m256i numbers[kCount];
       if constexpr (kGrid.high.width == 0 || kGrid.high.base == kGrid.low.base + 8) {
-        constexpr int kAt = kGrid.low.at(S * kLines + L);  // where bytes begin
+        // The bit where the lines' low bytes begin.
+        constexpr int kAt = kGrid.low.at(S * kLines + L);
         const std::uint8_t* place = words_ + 64 * (kAt / 32) + kAt % 32 / 8;
         look_up([&](int row)
                     TANDEM_INLINED { return whole_number<kGrid.high.width>(place + 4 * row); },
@@ -95,7 +97,7 @@ class GridRows {
  private:
   static constexpr const Grid& kGrid = *encoding(F).grid;
 
-  // Numbers of `Width` bits from bit `At` of each row's words on.
+  // The field of `Width` bits at bit `At` of each row's words.
   template <int At, int Width>
   TANDEM_INLINE __m256i number() const {
     const auto* word = reinterpret_cast<const __m256i*>(words_ + 64 * (At / 32));
@@ -103,7 +105,7 @@ class GridRows {
                             _mm256_set1_epi32((1 << Width) - 1));
   }
 
-  // A line's number of eight bits or a few more, whose bits lie together.
+  // The number of a line whose bits (eight and `More`) are adjacent.
   template <int More>
   static TANDEM_INLINE int whole_number(const std::uint8_t* at) {
     if constexpr (More == 0) return *at;
@@ -119,7 +121,7 @@ class GridRows {
     return _mm256_or_si256(low, _mm256_slli_epi32(high, 8));
   }
 
-  // Bytes with the signs of eight columns, four for each row.
+  // The signs of eight columns as a byte, four copies per row.
   template <int S>
   TANDEM_INLINE __m256i signs_of() const {
     __m256i signs = _mm256_setzero_si256();
@@ -139,7 +141,7 @@ class GridRows {
     return _mm256_or_si256(signs, eighth);
   }
 
-  // A line of each row, whose place is `place(row)`: one register has four columns of the eight rows.
+  // Loads one line per row, from `place(row)`. A register holds four columns of the eight rows.
   template <typename Place>
   TANDEM_INLINE void look_up(const Place& place, __m256i (&codes)[1]) const {
     const auto line = [&](int row) TANDEM_INLINED {
@@ -164,7 +166,7 @@ class GridRows {
     codes[1] = _mm256_castps_si256(_mm256_shuffle_ps(some, others, 0xDD));
   }
 
-  // Of the J-th four columns of a strip.
+  // The signs of the J-th four columns of a strip, as bytes.
   template <int J>
   static TANDEM_INLINE __m256i sign_bytes(__m256i signs) {
     constexpr int kByte = J / 2;
@@ -180,7 +182,7 @@ class GridRows {
   const std::uint8_t* lines_;
 };
 
-// Codes of numbers and their signs.
+// Codes from numbers and signs.
 template <Format F>
 TANDEM_INLINE __m256i codes_of_numbers(__m256i numbers, __m256i signs) {
   if constexpr (!kHasSigns<F>) return _mm256_add_epi8(numbers, _mm256_add_epi8(signs, signs));
@@ -188,7 +190,7 @@ TANDEM_INLINE __m256i codes_of_numbers(__m256i numbers, __m256i signs) {
   return _mm256_add_epi8(signed_numbers, _mm256_set1_epi8(static_cast<char>(encoding(F).offset)));
 }
 
-// For look_up_block().
+// The argument of look_up_block().
 struct Lookup256 {
   template <Format F>
   static void super(const std::uint8_t* words, const std::uint8_t* factors, std::uint8_t* codes,
@@ -212,15 +214,15 @@ struct Lookup256 {
   }
 };
 
-// One token: lines are multiplied as they are looked up, magnitudes with activations that have their signs,
-// in the order of other numbers of tokens. `half` is that of the super-block's rows.
+// One token: multiplies lines while they are looked up, magnitudes by activations with the signs
+// applied, in the same order as for more tokens. `half` selects the super-block's rows.
 template <Format F>
 TANDEM_INLINE void multiply_super(const GridRows<F>& rows, __m256 factor, const std::int8_t* q,
                                   const std::int32_t* x_sums, const float* x_scales,
                                   __m256& total) {
   constexpr int kParts = kGroupsOfStrip<F>, kFours = kFoursOfStrip / kParts;
   constexpr int kLargest = encoding(F).largest - (kHasSigns<F> ? encoding(F).offset : 0);
-  constexpr int kHeld = kLargest <= 15 ? 8 : kLargest <= 31 ? 4 : 2;  // that 16 bits have room for
+  constexpr int kHeld = kLargest <= 15 ? 8 : kLargest <= 31 ? 4 : 2;  // products that fit 16 bits
   each<kStripsOfSuper>([&](auto strip) TANDEM_INLINED {
     constexpr int S = decltype(strip)::value;
     __m256i sum = _mm256_setzero_si256(), held = _mm256_setzero_si256();

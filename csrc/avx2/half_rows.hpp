@@ -1,4 +1,4 @@
-// Rows of fp16 and fp32, from one to the other, by F16C.
+// Converts rows of fp16 and fp32 into each other with F16C.
 #pragma once
 
 #include <immintrin.h>

@@ -7,8 +7,8 @@
 namespace tandem {
 namespace {
 
-// What a product reads: strips of codes, which lie in memory or decoded in a panel, and there the
-// scales of their groups as floats, each group's 16 followed by its minima.
+// The input of a product: strips of codes, in memory or decoded in a panel. A panel also has the
+// groups' scales as floats, each group's 16 followed by its minima.
 struct Strips {
   const std::uint8_t* codes;
   const float* scales;
@@ -17,7 +17,7 @@ struct Strips {
 template <Format F>
 constexpr std::int64_t kFloatsOfGroup = kHasMinima<F> ? 32 : 16;
 
-// Turns the scales of one group into a panel's floats.
+// Converts the scales of one group to a panel's floats.
 template <Format F>
 void fill_scales(const PackedMatrix& m, std::int64_t block, std::int64_t g, float* panel) {
   const std::int64_t index = block * (m.cols / m.group) + g;
@@ -28,7 +28,7 @@ void fill_scales(const PackedMatrix& m, std::int64_t block, std::int64_t g, floa
   }
 }
 
-// Bytes to words, each four in the order 0 2 1 3; `count` is a multiple of 16.
+// Widens bytes to words; each four words are in the order 0 2 1 3. `count` is a multiple of 16.
 inline void widen(const std::int8_t* from, std::int64_t count, std::int16_t* to) {
   const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,  //
                                          0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
@@ -39,15 +39,15 @@ inline void widen(const std::int8_t* from, std::int64_t count, std::int16_t* to)
   }
 }
 
-// Columns that are multiplied before anything is scaled, or a strip that holds several such groups;
-// `Group` is 32, or 0 where the matrix says: one strip needs no loop, and fewer registers.
+// Columns that are multiplied before anything is scaled: a group, or a strip with several groups.
+// `Group` is 32, or 0 if the matrix decides: a single strip needs no loop and fewer registers.
 template <Format F, int Group>
 std::int64_t span_of(const PackedMatrix& m) {
   return kGroupsOfStrip<F> > 1 || Group == kStripCols ? kStripCols : m.group;
 }
 
-// Adds the products of one group, whose columns lie in `strips`, with `inputs` to `total`; `g` is its
-// number in a row, and `Part` that in its strip.
+// Adds the products of one group to `total`. Its columns are in `strips` and `inputs`; `g` is its
+// index in a row, `Part` its index in the strip.
 template <class Dot, Format F, int Group, bool IsCached, int Part, int T>
 void add_group(const Product& p, std::int64_t block, std::int64_t token, std::int64_t g,
                Strips strips, const Inputs<Dot, F>& inputs, Totals<T>& total) {
@@ -84,8 +84,9 @@ void add_group(const Product& p, std::int64_t block, std::int64_t token, std::in
   }
 }
 
-// One block times T tokens, for spans first_span..first_span+num_spans-1, whose strips follow each
-// other from `strips` on: in memory, or decoded in a panel. `inputs` are those of the first column.
+// Multiplies one block by T tokens, for spans first_span..first_span+num_spans-1. Their strips are
+// consecutive from `strips` on, in memory or decoded in a panel. `inputs` begin at the first
+// column.
 template <class Dot, Format F, int Group, bool IsCached, int T>
 void integer_tile(const Product& p, std::int64_t block, std::int64_t token,
                   std::int64_t first_span, std::int64_t num_spans, Strips strips,
@@ -108,10 +109,11 @@ void integer_tile(const Product& p, std::int64_t block, std::int64_t token,
   out.store<T>(total);
 }
 
-// Up to here filling a panel costs more than it saves (Zen 4: with 8 tokens both take as long).
+// Up to this number of tokens, filling a panel costs more than it saves (Zen 4: with 8 tokens both
+// take as long).
 constexpr std::int64_t kMostStreamed = 4;
 
-// The activations of up to `Tokens` tokens in up to `Cols` columns: as they are, or as words.
+// The activations of up to `Tokens` tokens in up to `Cols` columns, unchanged or widened to words.
 template <class Dot, Format F, std::int64_t Tokens, std::int64_t Cols>
 class InputPanel {
  public:
@@ -130,8 +132,8 @@ class InputPanel {
   alignas(32) std::int16_t words_[kIsWide<Dot, F> ? Tokens : 1][Cols];
 };
 
-// Multiplies weights on their way through. Columns come in parts, for each of which the activations
-// are widened once.
+// Multiplies weights as they are read. Columns are split into parts, so that activations are
+// widened once per part.
 template <class Dot, Format F, int Group>
 void few_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::int64_t num_tokens) {
   constexpr std::int64_t kCols = 4096;
@@ -156,7 +158,8 @@ struct Ahead {
   Pieces codes, scales;
 };
 
-// What the next panel is decoded from: spans, of which the first is the `span`-th of all blocks.
+// Prefetches the source of the next panel: `num_spans` spans from `span` on, counted over all
+// blocks.
 template <Format F, int Group>
 Ahead what_follows(const PackedMatrix& m, std::int64_t span, std::int64_t num_spans,
                    std::int64_t num_pieces) {
@@ -168,7 +171,8 @@ Ahead what_follows(const PackedMatrix& m, std::int64_t span, std::int64_t num_sp
           {scales, end - scales, num_pieces}};
 }
 
-// Decodes a part of a block once for a batch of tokens; part and activations stay in the first cache.
+// Decodes a part of a block once for a batch of tokens. The part and its activations stay in the
+// first-level cache.
 template <class Dot, Format F, int Group>
 void many_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::int64_t num_tokens) {
   constexpr int kTile = 4, kParts = kGroupsOfStrip<F>;
@@ -177,7 +181,7 @@ void many_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::in
   alignas(64) float scales[kPanelBytes / kBytes * kGroupsOfStrip<F> * kFloatsOfGroup<F>];
   InputPanel<Dot, F, kBatch, kPanelBytes / kBytes * kStripCols> inputs;
   const std::int64_t span = span_of<F, Group>(p.m), spans = p.m.cols / span;
-  const std::int64_t strips = span / kStripCols;  // of a span
+  const std::int64_t strips = span / kStripCols;  // strips per span
   const std::int64_t most = kPanelBytes / (strips * kBytes);
   for (std::int64_t batch = 0; batch < num_tokens; batch += kBatch) {
     const std::int64_t count = smaller(kBatch, num_tokens - batch);
@@ -190,7 +194,7 @@ void many_tokens(const Product& p, std::int64_t begin, std::int64_t end, std::in
           fill_panel<Dot, F>(data + i * kStripBytes<F>, panel + i * kBytes);
         for (std::int64_t g = 0; g < width * kParts; ++g)
           fill_scales<F>(p.m, b, s * kParts + g, scales + g * kFloatsOfGroup<F>);
-        // After the last part comes the next task's first one, more likely than not.
+        // The last part is probably followed by the first part of the next task.
         const std::int64_t next_part = s + width < spans ? begin * spans + s + width : end * spans;
         const std::int64_t next = b + 1 < end ? (b + 1) * spans + s : next_part;
         Ahead ahead = what_follows<F, Group>(p.m, next, width, num_tiles(count, kTile));
@@ -216,14 +220,14 @@ void multiply_groups(const Product& p, std::int64_t begin, std::int64_t end,
 template <class Dot, Format F>
 void multiply_integer(const Product& p, std::int64_t begin, std::int64_t end,
                       std::int64_t num_tokens) {
-  constexpr std::int64_t kGroup = encoding(F).group;  // 0: the matrix says
+  constexpr std::int64_t kGroup = encoding(F).group;  // 0: the matrix decides
   if constexpr (kGroup == 0 || kGroup == kStripCols)
     if (p.m.group == kStripCols)
       return multiply_groups<Dot, F, kStripCols>(p, begin, end, num_tokens);
   if constexpr (kGroup != kStripCols) multiply_groups<Dot, F, 0>(p, begin, end, num_tokens);
 }
 
-// Multiplies an integer format; false if the format is another.
+// Multiplies an integer format; returns false for other formats.
 template <class Dot>
 bool multiply_integers(const Product& p, std::int64_t begin, std::int64_t end,
                        std::int64_t num_tokens) {

@@ -1,6 +1,6 @@
-// What the 256-bit kernels share: where sums go, and how tokens are cut into tiles.
+// Shared by the 256-bit kernels: where sums are stored, and how tokens are split into tiles.
 //
-// Everything is in an anonymous namespace: each file that includes this is compiled for another
+// Everything is in an anonymous namespace. Each file that includes this is compiled for another
 // instruction set, and the linker would keep one copy of a shared function for all of them.
 #pragma once
 
@@ -14,19 +14,20 @@
 namespace tandem {
 namespace {
 
-constexpr int kStreamedTile = 4;  // tokens that a weight is multiplied with on its way through
-constexpr int kHalves = 2;        // registers that hold one number of each of the 16 rows
+constexpr int kStreamedTile = 4;  // tokens multiplied by each weight while it is in a register
+constexpr int kHalves = 2;  // registers that hold one value for each of the 16 rows
 
-// Sums of T tokens and a block's 16 rows.
+// Sums of T tokens and the 16 rows of a block.
 template <int T>
 using Totals = __m256[T][kHalves];
 
-// The columns of a product may come in parts: the first starts from zero, the last adds the bias.
+// The output of a block. If its columns are split into parts, the first part starts at zero, and
+// the last one adds the bias.
 struct Output {
-  float* at;  // of the block's first row and the tile's first token
+  float* at;  // the block's first row for the tile's first token
   std::int64_t stride;
   std::int64_t num_rows;  // 16, or fewer in the last block
-  const float* bias;      // of the block, or null
+  const float* bias;  // the block's bias, or null
   bool is_first, is_last;
 
   template <int T>
@@ -64,7 +65,7 @@ struct Output {
     for (int h = 0; h < kHalves; ++h) values[h] = _mm256_loadu_ps(from + 8 * h);
   }
 
-  // A masked store takes dozens of cycles on older AMD processors.
+  // Stores through memory, because a masked store takes dozens of cycles on older AMD processors.
   void store_row(float* row, const __m256 (&values)[kHalves]) const {
     alignas(32) float lanes[16];
     float* to = num_rows < 16 ? lanes : row;
@@ -73,7 +74,7 @@ struct Output {
   }
 };
 
-// The product of one call, and where a block's part of it goes.
+// The operands of one product, and where its blocks' results go.
 struct Product {
   const PackedMatrix& m;
   const Activations& x;
@@ -95,7 +96,7 @@ void with_exactly(std::int64_t count, const Run& run) {
   if constexpr (Most > 1) with_exactly<Most - 1>(count, run);
 }
 
-// Calls run<T>(t) for tiles of tokens 0..num_tokens-1, the last one as large as what is left.
+// Calls run<T>(t) for tiles of tokens 0..num_tokens-1; the last tile has those that are left.
 template <int Most, class Run>
 void in_tiles(std::int64_t num_tokens, const Run& run) {
   for (std::int64_t t = 0; t < num_tokens; t += Most) {
@@ -106,7 +107,7 @@ void in_tiles(std::int64_t num_tokens, const Run& run) {
 
 inline std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
-// Blocks with at least one row that is wanted.
+// Limits `end` to blocks that contain at least one row.
 inline std::int64_t last_block(std::int64_t end, std::int64_t num_rows) {
   return smaller(end, (num_rows + kBlockRows - 1) / kBlockRows);
 }

@@ -12,7 +12,7 @@ inline __m256 load_halves(const std::uint8_t* data) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data)));
 }
 
-// A scale of e4m3 has the bits of a half with a smaller exponent.
+// The bits of an e4m3 number, shifted, are those of a half whose exponent has another bias.
 inline __m256 load_e4m3(const std::uint8_t* data) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(data));
   const __m256 halves = _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(bytes), 7));
@@ -33,7 +33,7 @@ __m256 in_units(__m256 scales) {
   return _mm256_mul_ps(scales, _mm256_set1_ps(encoding(F).unit));
 }
 
-// Where a group's own scales lie; `index` counts groups over all blocks.
+// Returns a group's scales; `index` counts groups over all blocks.
 template <Format F>
 const std::uint8_t* scales_at(const PackedMatrix& m, std::int64_t block, std::int64_t index) {
   switch (encoding(F).scale) {
@@ -52,13 +52,13 @@ inline __m256 load_int8(const std::uint8_t* data) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 
-// Scales of 8 rows of a block; `index` counts groups over all blocks.
+// Loads the scales of 8 rows of a block; `index` counts groups over all blocks.
 template <Format F>
 __m256 load_scales(const PackedMatrix& m, std::int64_t block, std::int64_t index, int half) {
   constexpr ScaleKind kKind = encoding(F).scale;
   if constexpr (kKind == ScaleKind::kE8m0) {
-    // 2^(e - 127) is the float with exponent e; one less, since the codes are doubled. e = 0 would
-    // need a subnormal: 2^-128 of nothing is as good as nothing.
+    // 2^(e - 127) is the float with exponent e. Here the exponent is one less, because codes are
+    // doubled. e = 0 would need a subnormal, but 2^-128 is as good as zero.
     const auto* at = reinterpret_cast<const __m128i*>(m.scales + index * 16 + 8 * half);
     const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64(at));
     const __m256i halved = _mm256_max_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)),
@@ -98,7 +98,7 @@ __m256 load_minima(const PackedMatrix& m, std::int64_t index, int half) {
   }
 }
 
-// What sums of integers that started at kSumStart are multiplied with; rounds the product once.
+// Scales the sums of integers that started at kSumStart, rounding each product once.
 template <Format F>
 class SumScale {
  public:

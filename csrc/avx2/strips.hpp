@@ -1,13 +1,13 @@
-// Strips of 32 columns and a block's 16 rows times int8 activations, in integers. `Dot` says how
-// four bytes are multiplied and added:
+// Multiplies strips (32 columns of a block's 16 rows) by int8 activations, in integers. `Dot`
+// defines how four bytes are multiplied and added:
 //
-//   kIs16Bit  whether `add` sums pairs into 16 bits, which hold no more than 8 products of codes up
-//             to 15, 4 of codes up to 31 or 2 of codes up to 63, with activations of -127..127
-//   add(part, codes, x)  part plus products of unsigned codes with signed activations
+//   kIs16Bit  whether `add` sums pairs into 16 bits. These hold at most 8 products of codes up to
+//             15, 4 of codes up to 31 or 2 of codes up to 63, with activations of -127..127
+//   add(part, codes, x)  part plus products of unsigned codes and signed activations
 //   flush(sum, part)     sum (32 bits) plus part
 //
-// Larger codes than 16-bit parts have room for are multiplied as words of 16 bits, of which pairs
-// are summed into 32: the even columns of four, then the odd ones.
+// Larger codes do not fit 16-bit sums. They are multiplied as 16-bit words, whose pairs are summed
+// into 32 bits: first the even columns of four, then the odd ones.
 #pragma once
 
 #include <type_traits>
@@ -19,11 +19,12 @@
 namespace tandem {
 namespace {
 
-// How codes are taken apart, see codes.hpp.
+// Unpacks codes, see codes.hpp.
 struct Bytes32 {
   using Register = __m256i;
 
-  // Kept where it stands: GCC would read again for each use, and ask memory for lines out of turn.
+  // The barrier keeps the load here. GCC would otherwise load again for each use, in another order
+  // of cache lines.
   static __m256i load(const std::uint8_t* data) {
     __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
     __asm__ volatile("" : "+x"(bytes));
@@ -47,10 +48,10 @@ struct Bytes32 {
   }
 };
 
-// Products of four columns that a 16-bit part holds, as a power of two.
+// How many products of four columns a 16-bit sum holds, as a power of two.
 constexpr int most_products(int largest) { return largest <= 15 ? 8 : largest <= 31 ? 4 : 2; }
 
-// Whether codes and activations are multiplied as words of 16 bits.
+// Whether codes and activations are multiplied as 16-bit words.
 template <class Dot, Format F>
 constexpr bool kIsWide =
     Dot::kIs16Bit && (encoding(F).largest > 63 || most_products(encoding(F).largest) <
@@ -59,16 +60,16 @@ constexpr bool kIsWide =
 template <class Dot, Format F>
 constexpr int kMostProducts = Dot::kIs16Bit ? most_products(encoding(F).largest) : 8;
 
-// As bytes in a panel: 64 hold four columns of the 16 rows; words have a plane of the even columns
-// and one of the odd ones.
+// Bytes of a decoded strip. 64 bytes hold four columns of the 16 rows. Words have one plane for the
+// even columns and one for the odd ones.
 template <class Dot, Format F>
 constexpr std::int64_t kPanelStripBytes = kIsWide<Dot, F> ? 1024 : 512;
 
 template <class Dot, Format F>
 using Value = std::conditional_t<kIsWide<Dot, F>, std::int16_t, std::int8_t>;
 
-// Quantised activations of a tile's first token, those that belong to the strips at hand; of words,
-// each four are in the order 0 2 1 3.
+// Quantised activations at the current strips, of a tile's first token on. Of each four
+// words, the order is 0 2 1 3.
 template <class Dot, Format F>
 struct Inputs {
   const Value<Dot, F>* at;
@@ -77,7 +78,7 @@ struct Inputs {
   Inputs from(std::int64_t column) const { return {at + column, stride}; }
   Inputs token(std::int64_t t) const { return {at + t * stride, stride}; }
 
-  // Four bytes, four columns or two, in all lanes.
+  // Broadcasts four bytes: four columns, or two if they are words.
   __m256i broadcast(int t, int column) const {
     std::int32_t four;
     std::memcpy(&four, at + t * stride + column, sizeof four);
@@ -98,7 +99,7 @@ inline __m256i add_words(__m256i sum, __m256i codes, __m256i x) {
   return sum;
 }
 
-// Turns one strip into a panel's bytes.
+// Decodes one strip into a panel.
 template <class Dot, Format F>
 void fill_panel(const std::uint8_t* strip, std::uint8_t* panel) {
   const auto store = [&](std::int64_t offset, __m256i codes) {
@@ -113,7 +114,8 @@ void fill_panel(const std::uint8_t* strip, std::uint8_t* panel) {
   });
 }
 
-// Adds codes of both halves times four bytes of T tokens' activations, `column` being their first.
+// Multiplies codes of both halves by four bytes of T tokens' activations, which begin at `column`,
+// and adds the products.
 template <class Dot, Format F, int T>
 TANDEM_INLINE void add_columns(const __m256i (&codes)[kHalves], const Inputs<Dot, F>& x, int column,
                                Sums<T>& sums) {
@@ -126,14 +128,14 @@ TANDEM_INLINE void add_columns(const __m256i (&codes)[kHalves], const Inputs<Dot
   }
 }
 
-// Codes as they are multiplied, from stored ones.
+// Turns stored codes into those that are multiplied.
 template <Format F>
 TANDEM_INLINE __m256i decoded(__m256i stored) {
   if constexpr (encoding(F).table != nullptr) return Bytes32::look_up(encoding(F).table, stored);
   return stored;
 }
 
-// Fours of columns whose codes lie in one register.
+// How many fours of columns share a register of codes.
 template <Format F>
 constexpr int kFoursTogether = kBits<F> == 4 ? 2 : 1;
 
@@ -147,7 +149,7 @@ TANDEM_INLINE void add_cached(const std::uint8_t* strip, const Inputs<Dot, F>& x
   }
 }
 
-// Adds the J-th four columns of a strip, or as many fours from there as lie together.
+// Adds the J-th four columns of a strip, and the next ones that share their register.
 template <class Dot, Format F, int J, int T>
 TANDEM_INLINE void add_streamed(const std::uint8_t* strip, const Inputs<Dot, F>& x, Sums<T>& sums) {
   constexpr int kCount = kFoursTogether<F>;
@@ -177,7 +179,8 @@ TANDEM_INLINE void add_streamed(const std::uint8_t* strip, const Inputs<Dot, F>&
   });
 }
 
-// Adds group `Part` of a strip (all of it, if it holds one) times T tokens.
+// Multiplies group `Part` of a strip (all of it, if it has one group) by T tokens and adds the
+// products.
 template <class Dot, Format F, bool IsCached, int Part, int T>
 TANDEM_INLINE void add_strip(const std::uint8_t* strip, const Inputs<Dot, F>& x, Sums<T>& sums) {
   constexpr int kCount = kFoursOfStrip / kGroupsOfStrip<F>;

@@ -1,6 +1,6 @@
-// Few tokens: the weights stream through the registers once and are multiplied as they come, with two
-// tokens or more two row blocks at once, so that a broadcast activation is read once for both. Bound by
-// memory up to about four tokens, by arithmetic from there.
+// For few tokens: the weights stream through the registers once and are multiplied at once. Two or
+// more tokens take two row blocks at a time, so that a broadcast activation is read once for both.
+// Bound by memory up to about four tokens, by arithmetic for more.
 #pragma once
 
 #include <algorithm>
@@ -10,17 +10,17 @@
 namespace tandem {
 namespace {
 
-// The hardware follows a stream only to the end of a page. 1 to 6 KB ahead made int4 with one token
-// a third faster (Sapphire Rapids, 2 threads); into the second cache, as what is asked for into the
-// first holds one of the few places for lines on their way there: a twentieth when two cores read.
+// The hardware prefetcher stops at the end of a page. Prefetching 1 to 6 KB ahead made int4 with
+// one token a third faster (Sapphire Rapids, 2 threads). The second-level cache is the target
+// because the first level has few fill buffers; that gained a twentieth with two cores.
 constexpr std::int64_t kAheadBytes = 4096;
 
 TANDEM_INLINE void prefetch(const std::uint8_t* data, std::int64_t ahead) {
   _mm_prefetch(reinterpret_cast<const char*>(data + ahead), _MM_HINT_T1);
 }
 
-// A group's scales are read once, in a stream too slow for the hardware to follow: without this
-// they cost a third of the time with eight tokens. `groups` ahead is the same place of the next
+// A group's scales are read once, in a stream too slow for the hardware prefetcher. Without this
+// they cost a third of the time with eight tokens. `groups` ahead is the same position in the next
 // block.
 template <Format F>
 TANDEM_INLINE void prefetch_scales(const PackedMatrix& m, std::int64_t block, std::int64_t index,
@@ -29,15 +29,15 @@ TANDEM_INLINE void prefetch_scales(const PackedMatrix& m, std::int64_t block, st
   _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
 }
 
-// Fewer than five sums need two each to hide the multiplier's latency; from five on they hide it.
+// Fewer than five sums need two chains each to hide the multiplier's latency.
 template <int Sums>
 constexpr int kIntegerChains = Sums < 5 ? 2 : 1;
 
-// Fours of columns that lie in the same lines, those of the widest plane of bits.
+// How many fours of columns share a cache line, in the widest plane of bits.
 template <Format F>
 constexpr int kFoursOfLine = kBits<F> & 8 ? 1 : kBits<F> & 4 ? 2 : kBits<F> & 2 ? 4 : 8;
 
-// Where row blocks are read, `step` bytes apart, and how far ahead of that they are fetched.
+// Addresses of row blocks, which are `step` bytes apart, and the distance of the prefetch.
 struct Strips {
   const std::uint8_t* first;
   std::int64_t step, ahead;
@@ -45,11 +45,12 @@ struct Strips {
   TANDEM_INLINE const std::uint8_t* of(int b) const { return first + b * step; }
 };
 
-// The activations of T tokens, of which the last one may stand twice: fewer kernels, the same time.
+// The activations of T tokens, or of T - 1: then the last one is used twice. This saves kernels and
+// takes no longer.
 template <int T>
 struct FewRows {
   const Activations& x;
-  std::int64_t last;  // its number
+  std::int64_t last;  // index of the last token
 
   template <typename Index>
   TANDEM_INLINE std::int64_t number(Index t) const {
@@ -60,7 +61,7 @@ struct FewRows {
 template <int T, int B>
 using FewSums = __m512i[kIntegerChains<T * B>][B][T];
 
-// Adds group `Part` of a strip of each block, or all of it.
+// Multiplies group `Part` of a strip of each block, or the whole strip.
 template <Format F, int Part, int T, int B>
 TANDEM_INLINE void multiply_strip(const Strips& strips, const std::int8_t* q,
                                   const FewRows<T>& rows, FewSums<T, B>& sums) {
@@ -68,8 +69,8 @@ TANDEM_INLINE void multiply_strip(const Strips& strips, const std::int8_t* q,
   each<kCount>([&](auto i) TANDEM_INLINED {
     constexpr int J = Part * kCount + decltype(i)::value;
     constexpr int kChain = J % kIntegerChains<T * B>;
-    // Lines are asked for one by one: all at once they wait for each other. The barrier keeps the
-    // compiler from gathering them, and what one line is read for stays together.
+    // Prefetches are issued one by one, because they delay each other if they come together. The
+    // barrier keeps the compiler from gathering them, and keeps the uses of a line together.
     if constexpr (J % kFoursOfLine<F> == 0) asm volatile("" ::: "memory");
     constexpr int kLines = kStripBytes<F> / 64, kLine = J * kLines / kFoursOfStrip;
     __m512i w[B];
@@ -88,14 +89,14 @@ TANDEM_INLINE void multiply_strip(const Strips& strips, const std::int8_t* q,
   });
 }
 
-// Row blocks of a matrix: `second` is the distance of the second one, 0 where there is none.
+// One or two row blocks of a matrix; `second` is the distance of the second, 0 if there is none.
 struct FewBlocks {
   std::int64_t first, second;
 
   TANDEM_INLINE std::int64_t of(int b) const { return b == 0 ? first : first + second; }
 };
 
-// Adds the products of one group; `g` is its number in a row, and `Part` that in its strip.
+// Adds the products of one group; `g` is its index in a row, `Part` its index in the strip.
 template <Format F, int Part, int T, int B>
 TANDEM_INLINE void few_of_group(const PackedMatrix& m, FewBlocks blocks, std::int64_t g,
                                 Strips strips, const FewRows<T>& rows, __m512 (&total)[B][T]) {
@@ -130,7 +131,7 @@ TANDEM_INLINE void few_of_group(const PackedMatrix& m, FewBlocks blocks, std::in
   });
 }
 
-// B row blocks, whose results go to `out`, times `num_tokens` tokens: T or one less.
+// Multiplies B row blocks by `num_tokens` tokens, T or one less; results go to `out`.
 template <Format F, int T, int B>
 void few_integer(const PackedMatrix& m, FewBlocks blocks, const Activations& x,
                  std::int64_t num_tokens, std::int64_t ahead, const Output* out) {
@@ -159,8 +160,8 @@ TANDEM_INLINE void clear(__m512 (&sums)[2][T]) {
   each<T>([&](auto t) TANDEM_INLINED { sums[0][t] = sums[1][t] = _mm512_setzero_ps(); });
 }
 
-// Even and odd pairs of columns are summed apart, as many tokens do, so that a result does not
-// depend on how many tokens there are.
+// Even and odd pairs of columns have separate sums, as with many tokens, so that a result does not
+// depend on the number of tokens.
 template <int T>
 void few_bf16(const PackedMatrix& m, std::int64_t block, const Activations& x, std::int64_t ahead,
               const Output& out) {
@@ -209,8 +210,8 @@ void few_fp8(const PackedMatrix& m, std::int64_t block, const Activations& x, st
   each<T>([&](auto t) TANDEM_INLINED { out.store(t, total[t]); });
 }
 
-// A register of 16 halves holds two columns of eight rows: lanes of even and of odd columns, which
-// are added at the end.
+// A register of 16 halves holds two columns of eight rows. Its lanes are even and odd columns,
+// which are added at the end.
 template <int T>
 void few_fp16(const PackedMatrix& m, std::int64_t block, const Activations& x, std::int64_t ahead,
               const Output& out) {
@@ -248,7 +249,7 @@ void few_tokens(const PackedMatrix& m, std::int64_t block, const Activations& x,
 
 constexpr std::int64_t kFewTokens = 8;
 
-// Up to two row blocks times up to `kFewTokens` tokens.
+// Multiplies up to two row blocks by up to `kFewTokens` tokens.
 template <Format F>
 void few_at_once(const PackedMatrix& m, FewBlocks blocks, const Activations& x,
                  std::int64_t num_tokens, std::int64_t ahead, const Output (&out)[2]) {
@@ -283,8 +284,8 @@ inline Activations from_token(Activations x, std::int64_t token) {
   return x;
 }
 
-// Any number of tokens, `kFewTokens` at a time. The first ones bring blocks into the cache, the
-// second ones fetch the next blocks.
+// Multiplies any number of tokens, `kFewTokens` at a time. The first of them load the blocks into
+// the cache, the second ones prefetch the next blocks.
 template <Format F>
 void few_by_few(const PackedMatrix& m, FewBlocks blocks, bool is_last, const Activations& x,
                 std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {

@@ -1,5 +1,5 @@
-// Looks lines of a grid up on 512-bit registers: of 64 lines at once, the two bytes that each is made of
-// come out of tables in registers. Included like weights.hpp.
+// Looks up lines of a grid with 512-bit registers, 64 lines at a time. Tables in registers give the
+// two bytes of each line. Included like weights.hpp.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 namespace tandem {
 namespace {
 
-// The bytes of a grid's lines, the lower ones and the upper ones; numbers with their signs, as many times
-// as fit; what seven signs are with their eighth.
+// The low and the high bytes of a grid's lines; the numbers with their signs, repeated to fill a
+// register; and the eight signs for each value of seven.
 template <Format F>
 struct GridTables {
   static constexpr const Grid& kGrid = *encoding(F).grid;
@@ -34,15 +34,15 @@ struct GridTables {
   }
 };
 
-// Made when they are first used: before that it is not known whether the processor has these registers.
+// Built at first use, because only then it is certain that the processor has these registers.
 template <Format F>
 const GridTables<F>& grid_tables() {
   static const GridTables<F> tables;
   return tables;
 }
 
-// Where byte `i` of each row's dword begins in a pair of rows, for multishift(): `first` + i * step, and
-// from the third byte on `second` - the first of those.
+// Bit offsets for multishift() in a pair of rows: byte `i` of a row's dword begins at First + i *
+// Step, and from the third byte on at Second + (i - 2) * Step.
 template <int First, int Step, int Second = First + 2 * Step>
 TANDEM_INLINE __m512i places() {
   constexpr auto kAt = [](int row, int i) constexpr {
@@ -54,9 +54,9 @@ TANDEM_INLINE __m512i places() {
       kAt(0, 0), kAt(0, 1), kAt(0, 2), kAt(0, 3), kAt(1, 0), kAt(1, 1), kAt(1, 2), kAt(1, 3)));
 }
 
-constexpr __mmask64 kUpperBytes = 0xCCCCCCCCCCCCCCCCull;  // the third and the fourth of each dword
+constexpr __mmask64 kUpperBytes = 0xCCCCCCCCCCCCCCCCull;  // the third and fourth byte of each dword
 
-// The numbers 4 K .. 4 K + 3 of a field, a byte each in a row's dword, with other bits above them.
+// Numbers 4 K .. 4 K + 3 of a field, one byte each in a row's dword; bits above them are undefined.
 template <int Base, int Fours, int Step, int Width, int K>
 TANDEM_INLINE __m512i four_numbers(const std::uint8_t* words) {
   constexpr int kAt = Base + K * Fours, kWord = kAt / 32, kBit = kAt % 32;
@@ -65,7 +65,7 @@ TANDEM_INLINE __m512i four_numbers(const std::uint8_t* words) {
     return word;
   } else if constexpr (kBit + 3 * Step + Width <= 32) {
     return _mm512_multishift_epi64_epi8(places<kBit, Step>(), word);
-  } else {  // two in the next word
+  } else {  // two numbers are in the next word
     const __m512i offsets = places<kBit, Step, kBit + 2 * Step - 32>();
     const __m512i next = _mm512_loadu_si512(words + 64 * (kWord + 1));
     return _mm512_mask_multishift_epi64_epi8(_mm512_multishift_epi64_epi8(offsets, word),
@@ -73,7 +73,8 @@ TANDEM_INLINE __m512i four_numbers(const std::uint8_t* words) {
   }
 }
 
-// Bytes of a table of 2^Bits at 64 places, whose eighth bit is in `place`, those above in `high`.
+// Looks up 64 bytes in a table of 2^Bits. The index's eighth bit is in `place`, its higher bits are
+// in `bits`.
 template <int Bits>
 TANDEM_INLINE __m512i look_up(const std::uint8_t* table, __m512i place, const __mmask64* bits) {
   if constexpr (Bits == 7) {
@@ -91,7 +92,7 @@ class GridLookup {
   TANDEM_INLINE explicit GridLookup(const std::uint8_t* words)
       : words_(words), tables_(grid_tables<F>()) {}
 
-  // Calls function(J, codes) for each four columns of strip S.
+  // Calls function(J, codes) for every four columns of strip S.
   template <int S, typename Function>
   TANDEM_INLINE void strip(const Function& function) const {
     const __m512i signs = signs_of<S>();
@@ -140,7 +141,7 @@ class GridLookup {
   static constexpr const Grid& kGrid = *encoding(F).grid;
   static constexpr int kSignBit = kGrid.line_cols == 8 ? 2 : 3;
 
-  // A byte with the signs of eight columns, four times for each row.
+  // The signs of eight columns as a byte, four copies per row.
   template <int S>
   TANDEM_INLINE __m512i signs_of() const {
     constexpr BitField f = kGrid.signs;
@@ -151,7 +152,7 @@ class GridLookup {
     return look_up<7>(tables_.even_signs, found, nullptr);
   }
 
-  // The bytes of four lines of each row, the lower ones and the upper ones.
+  // The low and the high bytes of four lines per row.
   template <int K>
   TANDEM_INLINE void lines(__m512i (&line)[2]) const {
     constexpr BitField low = kGrid.low, high = kGrid.high;
@@ -168,7 +169,7 @@ class GridLookup {
     line[1] = look_up<kGrid.index_bits>(tables_.high, place, bits);
   }
 
-  // Numbers of four columns, from the I-th four of these lines, with other bits above them.
+  // Numbers of four columns, from the I-th four of these lines; bits above them are undefined.
   template <int I>
   static TANDEM_INLINE __m512i magnitudes_of(const __m512i (&line)[2]) {
     if constexpr (kGrid.line_cols == 8)
@@ -182,7 +183,7 @@ class GridLookup {
   const GridTables<F>& tables_;
 };
 
-// For look_up_block().
+// The argument of look_up_block().
 struct Lookup512 {
   template <Format F>
   static void super(const std::uint8_t* words, const std::uint8_t* factors, std::uint8_t* codes,
@@ -201,7 +202,7 @@ struct Lookup512 {
   }
 };
 
-// One token: lines are multiplied as they come out of the tables, in the order of other numbers of tokens.
+// One token: multiplies lines while they are looked up, in the same order as for more tokens.
 template <Format F>
 void multiply_lines(const PackedMatrix& m, std::int64_t block, const Activations& x,
                     const Output& out) {

@@ -1,6 +1,6 @@
-// Integers on the tiles of AMX: an instruction multiplies 16 tokens with 64 columns of a block's 16 rows,
-// whose registers lie in a panel as a tile wants them. The bits are those of tiles.hpp: sums of
-// integers are exact, and scales are multiplied and added in the same order.
+// Integer products on AMX's tiles: one instruction multiplies 16 tokens by 64 columns of a block's
+// 16 rows. A panel's registers already have a tile's layout. Results have the same bits as those of
+// tiles.hpp: sums of integers are exact, and scales are multiplied and added in the same order.
 #pragma once
 
 #include "../amx.hpp"
@@ -10,12 +10,12 @@ namespace tandem {
 namespace {
 
 constexpr int kTileBlocks = 4;
-// With fewer tokens tiles take as long as registers do, and so they do where scales are of fewer columns:
-// to scale and add a tile's sums takes three times as long as to make them.
+// Fewer tokens, or scales for fewer columns, take as long as in registers: scaling and adding a
+// tile's sums takes three times as long as computing them.
 constexpr std::int64_t kFewestOnTiles = 16, kColumnsOnTiles = 128;
 
-// Tiles by number, which the instructions want as literals: 0 and 1 activations, 2 and 3 codes, 4 and 5
-// sums of two groups by turns.
+// Instructions take tile numbers as literals: 0 and 1 are activations, 2 and 3 codes, 4 and 5 the
+// sums of two groups in turn.
 #define TANDEM_MULTIPLY_TILES(sum, activations, stride, codes, out)  \
   do {                                                               \
     _tile_zero(sum);                                                 \
@@ -30,7 +30,7 @@ constexpr std::int64_t kFewestOnTiles = 16, kColumnsOnTiles = 128;
     _tile_stored(sum, (out), 64);                                    \
   } while (false)
 
-// The sums of a group, of up to 16 tokens and a block's rows.
+// The sums of one group for up to 16 tokens and a block's rows.
 template <int Group>
 class IntegerTiles {
  public:
@@ -63,14 +63,15 @@ class IntegerTiles {
   }
 
  private:
-  static constexpr int kCount = Group > 64 ? 2 : 1;  // of tiles that hold a group's columns
+  static constexpr int kCount = Group > 64 ? 2 : 1;  // tiles per group
 
   std::int64_t tokens_ = 0;
 };
 
 #undef TANDEM_MULTIPLY_TILES
 
-// Activations of up to 16 tokens in a panel's columns; what a group has of each token lies side by side.
+// Activations of up to 16 tokens in a panel's columns; a group's columns of one token are
+// contiguous.
 template <Format F, int Group>
 class TokensOfTile {
  public:
@@ -96,7 +97,7 @@ class TokensOfTile {
   const std::int8_t* group(std::int64_t g) const { return q_ + g * Group; }
   std::int64_t stride() const { return stride_; }
 
-  // Adds what a group's sums of integers stand for.
+  // Adds a group's sums after scaling.
   TANDEM_INLINE void add(const Panel& panel, std::int64_t g, int block, const std::int32_t* sums,
                          __m512 (&totals)[kTileTokens]) const {
     const SumScale<F> w_scale(_mm512_load_ps(panel.scales(g, block)));
@@ -119,7 +120,7 @@ class TokensOfTile {
   alignas(64) std::int32_t sums_[kMostGroups][kTileTokens], scales_[kMostGroups][kTileTokens];
 };
 
-// How many_tokens multiplies a panel, on tiles.
+// many_tokens' way to multiply a panel on tiles.
 template <Format F, int Group>
 class OnTiles {
  public:
@@ -131,7 +132,7 @@ class OnTiles {
 
   void multiply(const Panel& panel, Columns columns, const Activations& x, std::int64_t num_tokens,
                 const Results& results, Ahead ahead) {
-    see_memory();  // what the panel was filled with
+    see_memory();  // stores that filled the panel
     for (std::int64_t t = 0; t < num_tokens; t += kTileTokens) {
       const std::int64_t count = std::min(kTileTokens, num_tokens - t);
       const TokensOfTile<F, Group> tokens(x, columns, t, count);
@@ -145,7 +146,7 @@ class OnTiles {
     std::int64_t begin, end;
   };
 
-  // While tiles multiply a group, what they stored of the one before is scaled and added.
+  // While tiles multiply a group, the stored sums of the previous one are scaled and added.
   TANDEM_INLINE void multiply_tokens(const Panel& panel, const TokensOfTile<F, Group>& tokens,
                                      std::int64_t groups, Tokens range, const Results& results,
                                      Ahead& ahead) {
@@ -190,7 +191,7 @@ class OnTiles {
   alignas(64) std::int32_t sums_[2][kTileTokens * kBlockRows] = {};
 };
 
-// What tiles can do, for comparison: as Kernels::multiply_int8.
+// The peak of the tiles, for comparison; see Kernels::multiply_int8.
 inline std::int64_t multiply_int8_tiles(std::int64_t count) {
   alignas(64) const std::uint8_t ones[1024] = {};
   IntegerTiles<64> tiles;

@@ -1,4 +1,4 @@
-// Many tokens: panel by panel, tile by tile. Bound by arithmetic.
+// For many tokens: panel by panel, tile by tile. Bound by arithmetic.
 #pragma once
 
 #include "tiles.hpp"
@@ -6,8 +6,8 @@
 namespace tandem {
 namespace {
 
-// How a panel is multiplied with more tokens than `kFewTokens`, in registers: shared evenly, no tile is
-// much smaller than the largest.
+// many_tokens' way to multiply a panel in registers, for more than `kFewTokens` tokens. Tiles share
+// tokens evenly, so none is much smaller than the largest.
 template <Format F, int Group>
 struct InRegisters {
   static constexpr int kBlocks = Shape<F, Group>::kBlocks;
@@ -29,7 +29,7 @@ struct InRegisters {
   }
 };
 
-// Where results go; blocks that the matrix has not go nowhere.
+// Where results go. Blocks beyond the end of the matrix have no results.
 template <Format F>
 Results results_of(const PackedMatrix& m, Blocks blocks, std::int64_t num_tokens,
                    std::int64_t num_rows, float* out, std::int64_t stride) {
@@ -42,7 +42,7 @@ Results results_of(const PackedMatrix& m, Blocks blocks, std::int64_t num_tokens
   return results;
 }
 
-// Formats with groups have them of so many columns as `Way` is of.
+// In formats with groups, these have as many columns as `Way` expects.
 template <Format F, typename Way>
 void multiply_panels(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
                  std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {

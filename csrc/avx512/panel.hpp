@@ -1,7 +1,7 @@
-// What many tokens are multiplied with: some columns of a tile's row blocks, ready for the multiplier.
-// Codes of eight bits and bf16 are read where they lie, all others are decoded once. Integers come in
-// parts that stay in the first-level cache, floats in parts for the second one, from where a tile
-// loads as fast as it multiplies.
+// The operand for many tokens: some columns of a tile's row blocks. Codes of eight bits and bf16
+// are read in place, all others are decoded once. Integers are split into parts that stay in the
+// first-level cache; floats into parts for the second level, from where a tile loads as fast as it
+// multiplies.
 #pragma once
 
 #include <algorithm>
@@ -12,23 +12,23 @@
 namespace tandem {
 namespace {
 
-constexpr int kMostBlocks = 4;  // of a panel
+constexpr int kMostBlocks = 4;  // per panel
 
-// What one register of the panel holds of each row.
+// Columns per row in one register of the panel.
 template <Format F>
 constexpr std::int64_t kStepColumns = is_integer(F) ? 4 : F == Format::kFp16 ? 1 : 2;
 
-// Whole groups; 8 KB of each block, or 32 KB.
+// Whole groups, in 8 KB per block for integers, 32 KB for floats.
 template <Format F>
 constexpr std::int64_t kPanelSteps = is_integer(F) ? 128 : 512;
 template <Format F>
 constexpr std::int64_t kPanelColumns = kPanelSteps<F> * kStepColumns<F>;
 
-// Whether the panel is written, and not just the matrix.
+// Whether the panel is a decoded copy, not the matrix itself.
 template <Format F>
 constexpr bool kIsDecoded = F == Format::kFp8 || F == Format::kFp16 || kBits<F> < 8;
 
-// Columns for which a tile fetches a piece of the next panel.
+// Columns after which a tile prefetches a piece of the next panel.
 constexpr std::int64_t kPieceColumns = 128;
 
 struct Columns {
@@ -52,7 +52,7 @@ struct Blocks {
   int count;
 };
 
-// Registers want their memory aligned; what a thread once needed it keeps.
+// Aligned memory for registers. A thread keeps it for later calls.
 template <typename Value>
 class Lines {
  public:
@@ -70,15 +70,15 @@ class Lines {
 
 class Panel {
  public:
-  // One register per block and step of columns. Blocks that the matrix has not are those of
-  // another: the code that stores results leaves them out.
+  // One register per block and step of columns. Blocks beyond the matrix repeat another block;
+  // their results are not stored.
   const std::uint8_t* codes[kMostBlocks];
 
   // 16 rows each.
   const float* scales(std::int64_t group, int block) const { return scales_ + at(group, block); }
   const float* minima(std::int64_t group, int block) const { return minima_ + at(group, block); }
 
-  // For tiles of B blocks.
+  // Fills the panel for tiles of B blocks.
   template <Format F, int B>
   void fill(const PackedMatrix& m, Blocks blocks, Columns columns) {
     for (int b = 0; b < B; ++b) {
@@ -115,7 +115,7 @@ class Panel {
       }
     } else {
       for (std::int64_t k = 0; k < columns; k += 2, data += 64) {
-        const __m512i w = _mm512_loadu_si512(data);  // 16 pairs of two columns
+        const __m512i w = _mm512_loadu_si512(data);  // pairs of columns of 16 rows
         put(k, _mm512_castps_si512(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(w))));
         const __m256i odd = _mm512_cvtepi32_epi16(_mm512_srli_epi32(w, 16));
         put(k + 1, _mm512_castps_si512(_mm512_cvtph_ps(odd)));
@@ -147,7 +147,7 @@ class Panel {
   const float* minima_ = nullptr;
 };
 
-// A region of memory that is fetched into the cache piece by piece: `num_rows` runs of `bytes`.
+// A region that is prefetched in pieces: `num_rows` runs of `bytes`.
 class Region {
  public:
   Region(const std::uint8_t* start, std::int64_t stride, std::int64_t bytes, int num_rows,
@@ -155,7 +155,7 @@ class Region {
       : at_(start), stride_(stride), row_lines_((bytes + 63) / 64), left_in_row_(row_lines_),
         rows_(bytes > 0 ? num_rows : 0), piece_(row_lines_ * num_rows / pieces + 1) {}
 
-  // A piece ends with its row.
+  // A piece ends at the end of its run.
   TANDEM_INLINE void fetch_piece() {
     if (rows_ == 0) return;
     const std::int64_t count = std::min(piece_, left_in_row_);
@@ -174,8 +174,8 @@ class Region {
   std::int64_t stride_, row_lines_, left_in_row_, rows_, piece_;
 };
 
-// What the next panel is made of, fetched while this one is multiplied: the first tile would else
-// wait for memory. In small pieces: more at once would keep the tile's own loads waiting.
+// Prefetches the next panel's source while this one is multiplied, so that the first tile need not
+// wait for memory. Pieces are small, because larger ones would delay the tile's own loads.
 class Ahead {
  public:
   template <Format F>

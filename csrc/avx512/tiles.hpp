@@ -1,4 +1,4 @@
-// Tiles of a few tokens and row blocks: the sums stay in registers over all columns of a panel.
+// Tiles of a few tokens and row blocks, whose sums stay in registers over all columns of a panel.
 #pragma once
 
 #include "panel.hpp"
@@ -6,25 +6,25 @@
 namespace tandem {
 namespace {
 
-// Sums that a result is made of until its columns have ended; see `few_tokens`.
+// Sums per result until all columns are added; see `few_tokens`.
 template <Format F>
 constexpr int kParts = F == Format::kBf16 || F == Format::kFp16 ? 2 : 1;
 
-// The shape of a tile: results that its registers hold. Where groups of integers are short their
-// totals are registers, too; with two parts a result has two sums.
+// The shape of a tile, so that results fit the registers. If groups of integers are short, their
+// totals are in registers, too. With two parts, a result has two sums.
 template <Format F, int Group>
 struct Shape {
   static constexpr bool kIsShort = is_integer(F) && Group < 128;
   static constexpr int kTokens = kIsShort ? 6 : 4;
   static constexpr int kBlocks = is_integer(F) && !kIsShort ? 4 : 2;
 
-  // Tiles for so many tokens, which they share evenly.
+  // Number of tiles for this many tokens.
   static constexpr std::int64_t count(std::int64_t num_tokens) {
     return (num_tokens + kTokens - 1) / kTokens;
   }
 };
 
-// A tile fetches a piece of the next panel before so many columns.
+// A tile prefetches a piece of the next panel before each of these steps.
 constexpr std::int64_t num_pieces(std::int64_t columns) {
   return (columns + kPieceColumns - 1) / kPieceColumns;
 }
@@ -37,7 +37,8 @@ TANDEM_INLINE void each_pair(const Function& function) {
   });
 }
 
-// Results of a tile's row blocks: kept in memory from one panel to the next, written after the last.
+// Results of a tile's row blocks. They are kept in memory between panels and written after the last
+// one.
 struct Results {
   float* kept;  // [token][block][part], one register each
   int parts;
@@ -105,12 +106,12 @@ TANDEM_INLINE void multiply_group(const Codes<B>& codes, const std::int8_t* q, s
   }
 }
 
-// Totals that do not find a register are so seldom needed that they may live in memory.
+// Totals that do not fit registers may be in memory, because they are seldom used.
 template <Format F, int Group, int T>
 TANDEM_INLINE void integer_tile(const Panel& panel, Columns columns, const Activations& x,
                                 std::int64_t token, const Results& results, Ahead& ahead) {
   constexpr int B = Shape<F, Group>::kBlocks;
-  // Copies: else they would be read again after every fetch.
+  // Local copies; otherwise the compiler reads them again after each prefetch.
   const std::int64_t stride = x.stride, group_stride = x.group_stride;
   const std::int64_t first = token * group_stride + columns.begin / Group;
   const std::int8_t* q = x.quantized + token * stride + columns.begin;
@@ -143,7 +144,7 @@ TANDEM_INLINE void integer_tile(const Panel& panel, Columns columns, const Activ
   });
 }
 
-// A step's columns of a token, in all lanes.
+// Broadcasts one step of columns of a token.
 template <Format F>
 TANDEM_INLINE __m512i broadcast_step(const Activations& x, std::int64_t at) {
   if constexpr (F == Format::kFp16) return broadcast4(x.fp32 + at);
@@ -160,7 +161,7 @@ TANDEM_INLINE __m512 multiply_add(__m512 sum, __m512i weights, __m512i values) {
 template <int T, int B>
 using Sums = __m512[2][T][B];
 
-// Adds the products of even steps of columns to sums[0], of odd ones to sums[1]: as few tokens do.
+// Adds products of even steps of columns to sums[0] and of odd ones to sums[1], as with few tokens.
 template <Format F, int B, int T>
 TANDEM_INLINE void multiply_steps(const Codes<B>& codes, std::int64_t steps, const Activations& x,
                                   std::int64_t at, Sums<T, B>& sums) {

@@ -1,5 +1,6 @@
-// How AVX-512 reads packed weights: one register is one column (four int8, two bf16) of a block's
-// 16 rows. Only kernels_avx512.cpp may include this: it needs that file's compiler flags.
+// Reads packed weights with AVX-512: one register is one column (four for int8, two for bf16) of a
+// block's 16 rows. Only kernels_avx512.cpp may include this, because it needs that file's compiler
+// flags.
 #pragma once
 
 #include <immintrin.h>
@@ -12,12 +13,12 @@
 namespace tandem {
 namespace {
 
-// How codes are taken apart, see codes.hpp.
+// Unpacks codes, see codes.hpp.
 struct Bytes64 {
   using Register = __m512i;
 
-  // Hidden from the compiler, which would read a line again for each instruction that uses it; with
-  // four tokens the reads are what takes time.
+  // The barrier keeps the compiler from loading a line again for each instruction that uses it.
+  // With four tokens, loads are the bottleneck.
   static __m512i load(const std::uint8_t* data) {
     __m512i bytes = _mm512_loadu_si512(data);
     asm("" : "+v"(bytes));
@@ -47,8 +48,8 @@ TANDEM_INLINE __m512i broadcast4(const void* x) {
   return _mm512_set1_epi32(four);
 }
 
-// sum += four unsigned codes times four signed activations, per row. As assembly, because GCC 12
-// copies the sums of the intrinsic between registers: a third of the speed with many tokens.
+// sum += four unsigned codes times four signed activations, per row. Assembly, because GCC 12
+// copies the intrinsic's sums between registers, which costs a third of the speed with many tokens.
 TANDEM_INLINE __m512i multiply_add_int8(__m512i sum, __m512i codes, __m512i four) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(four));
   return sum;
@@ -59,7 +60,7 @@ TANDEM_INLINE __m512 multiply_add_bf16(__m512 sum, __m512i weights, __m512i two)
   return sum;
 }
 
-// e4m3 to bf16 by table: the low seven bits name the number without its sign.
+// Converts e4m3 to bf16 by a table that is indexed by the low seven bits; the sign is added.
 struct E4m3Table {
   alignas(64) std::uint8_t low[128];
   alignas(64) std::uint8_t high[128];
@@ -83,7 +84,7 @@ class E4m3Decoder {
     }
   }
 
-  // 64 bytes, four columns of 16 rows, to two registers of two columns each.
+  // Converts 64 bytes (four columns of 16 rows) to two registers of two columns each.
   TANDEM_INLINE void decode(const std::uint8_t* data, __m512i* columns) const {
     const __m512i codes = _mm512_loadu_si512(data);
     columns[0] = expand(_mm512_shuffle_epi8(codes, doubled(0)));
@@ -91,7 +92,7 @@ class E4m3Decoder {
   }
 
  private:
-  // Each row's bytes `first` and `first` + 1, twice each.
+  // Selects bytes `first` and `first` + 1 of each row, twice each.
   static __m512i doubled(char first) {
     const char second = first + 1;
     return _mm512_broadcast_i32x4(_mm_add_epi8(
@@ -112,7 +113,7 @@ class E4m3Decoder {
   __m512i low_[2], high_[2];
 };
 
-// Where the scales of a block's group begin; `index` counts groups over all blocks.
+// Returns the scales of a block's group; `index` counts groups over all blocks.
 template <Format F>
 TANDEM_INLINE const std::uint8_t* scales_at(const PackedMatrix& m, std::int64_t block,
                                             std::int64_t index) {
@@ -126,7 +127,7 @@ TANDEM_INLINE __m512 load_halves(const std::uint8_t* data) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)));
 }
 
-// A scale of e4m3 has the bits of a half with a smaller exponent.
+// The bits of an e4m3 number, shifted, are those of a half whose exponent has another bias.
 TANDEM_INLINE __m512 load_e4m3(const std::uint8_t* data) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
   const __m512 halves = _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7));
@@ -164,8 +165,8 @@ TANDEM_INLINE __m512 load_scales(const PackedMatrix& m, std::int64_t block, std:
   } else if constexpr (kKind == ScaleKind::kFp32) {
     return _mm512_loadu_ps(at);
   } else if constexpr (kKind == ScaleKind::kE8m0) {
-    // 2^(e - 127) is the float with exponent e; one less, since the codes are doubled. e = 0 would
-    // need a subnormal: 2^-128 of nothing is as good as nothing.
+    // 2^(e - 127) is the float with exponent e. Here the exponent is one less, because codes are
+    // doubled. e = 0 would need a subnormal, but 2^-128 is as good as zero.
     const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
     const __m512i halved = _mm512_max_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)),
                                             _mm512_setzero_si512());
@@ -197,7 +198,7 @@ TANDEM_INLINE __m512 load_minima(const PackedMatrix& m, std::int64_t block, std:
   return load_halves(at + 32);
 }
 
-// What sums of integers that started at kSumStart are multiplied with; rounds the product once.
+// Scales the sums of integers that started at kSumStart, rounding each product once.
 template <Format F>
 class SumScale {
  public:
@@ -214,7 +215,7 @@ class SumScale {
   __m512 scale_, base_;
 };
 
-// Where a row block's results go.
+// Where the results of a row block go.
 struct Output {
   float* at;
   std::int64_t stride;

@@ -1,7 +1,7 @@
-// Attention of random shapes on every instruction set against its definition in double precision:
-// rows of different lengths grow by a prompt and then by steps, those of a window beyond what the cache
-// has room for. The cache's buffers are exactly as large as their layout says, so that a read or write
-// outside is found. Built with sanitizers.
+// Compares attention of random shapes on every instruction set with its definition in double
+// precision. Rows of different lengths grow by a prompt and then by steps, those with a window
+// beyond the cache's capacity. The cache's buffers are exactly as large as their layout says, so
+// that the sanitizers find accesses outside.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -18,22 +18,22 @@ using tandem::ValueType;
 using tandem::checks::Random;
 
 constexpr int kRounds = 60;
-constexpr std::int64_t kProfiles = 3;  // of a bias by distance
-constexpr std::int64_t kMostPositions = 1000;  // of a row
+constexpr std::int64_t kProfiles = 3;  // profiles of a bias by distance
+constexpr std::int64_t kMostPositions = 1000;  // per row
 
 struct Shape {
   tandem::KvLayout layout;
   std::int64_t heads, kv_heads, rows, capacity_blocks, window;
   float scale, softcap;
   std::vector<float> sinks;  // per head, or empty
-  std::int64_t ratio;        // of compressed keys beside the others; 0: there are none
-  std::vector<std::int64_t> always;  // of a row's first positions, beside the window, or empty
-  std::int64_t extent;               // of a bias by distance; 0: there is none
-  std::vector<float> profiles;       // (kProfiles, extent), the nearest distance first
-  std::int64_t chunk;                // of positions, of which a token sees its own; 0: all
+  std::int64_t ratio;  // of compressed keys besides the others; 0: no compressed keys
+  std::vector<std::int64_t> always;  // per row: first positions seen besides the window; or empty
+  std::int64_t extent;  // of a bias by distance; 0: no bias
+  std::vector<float> profiles;  // (kProfiles, extent), the nearest distance first
+  std::int64_t chunk;  // positions per chunk, of which a token sees its own; 0: all
 
   bool is_joint() const { return ratio > 0; }  // keys are their values, too
-  // Of a row.
+  // Per row.
   std::int64_t capacity() const { return capacity_blocks * tandem::kKvBlock; }
   bool is_ring() const { return window > 0 && always.empty() && window + tandem::kKvBlock <= capacity(); }
   std::int64_t num_compressed() const {
@@ -68,14 +68,14 @@ Shape make_shape(Random& random, KvType type) {
   return s;
 }
 
-// What the rows hold: keys and values by row, position and KV head.
+// The content of the rows: keys and values by row, position and KV head.
 struct History {
   std::vector<std::vector<float>> keys, values, compressed;
 
   explicit History(std::int64_t rows) : keys(rows), values(rows), compressed(rows) {}
 };
 
-// Tokens that are appended and attended together.
+// Tokens that are appended and attended in one call.
 struct Step {
   std::vector<std::int64_t> rows, positions;
   std::vector<float> query, key, value, compressed, states, sinks;
@@ -83,8 +83,8 @@ struct Step {
   std::vector<std::int32_t> selected;  // (tokens, selected_heads, num_selected), or empty
 };
 
-// Some positions of each token, or blocks of them by head, each once, its own among them; every fourth
-// token sees all.
+// Selects some positions for each token, or blocks for each head, each once and including the
+// token's own. Every fourth token sees all.
 void select(Random& random, const Shape& s, Step& step) {
   step.num_selected = random.between(1, 20);
   if (s.ratio == 0 && random.between(0, 1)) {
@@ -111,7 +111,7 @@ bool is_seen(const Step& step, std::size_t token, std::int64_t position, std::in
   return std::find(first, first + step.num_selected, number) != first + step.num_selected;
 }
 
-// `count` more tokens of one row, or of every row.
+// Makes a step of `count` more tokens for one row, or for every row.
 Step make_step(Random& random, const Shape& s, const History& history, std::int64_t only_row,
                std::int64_t count) {
   Step step;
@@ -159,7 +159,7 @@ double score(const Shape& s, const float* query, const float* key, double bias) 
   return s.softcap > 0 ? s.softcap * std::tanh(sum / s.softcap) : sum;
 }
 
-// What is added to the score of a token and head, by `at` of these.
+// The bias on a score; `at` is the index of the token and head.
 double bias_of(const Shape& s, const Step& step, std::int64_t at, std::int64_t distance) {
   if (distance >= s.extent) return 0;
   double sum = 0;
@@ -168,7 +168,6 @@ double bias_of(const Shape& s, const Step& step, std::int64_t at, std::int64_t d
   return sum;
 }
 
-// One token and head.
 void attend(const Shape& s, const History& history, const Step& step, std::size_t token,
             std::int64_t head, const float* query, float* out) {
   const std::int64_t row = step.rows[token], position = step.positions[token];
@@ -213,7 +212,7 @@ std::vector<float> expected(const Shape& s, const History& history, const Step& 
   return out;
 }
 
-// An engine's own cache.
+// The cache of one engine.
 struct Cache {
   std::vector<std::uint8_t> keys, values;
 
@@ -273,7 +272,8 @@ bool is_near(const std::vector<float>& actual, const std::vector<float>& wanted,
   return std::sqrt(error / size) < limit;
 }
 
-// A prompt of one row, then steps of all: false at the first difference.
+// Runs a prompt of one row, then steps with a token for each row. Returns false at the first
+// difference.
 bool agrees(Random& random, const Shape& s, const std::string& isa) {
   tandem::ExpertEngine threads(static_cast<int>(random.between(1, 3)), "portable");
   tandem::AttentionEngine engine(threads.pool(), isa);
@@ -292,7 +292,7 @@ bool agrees(Random& random, const Shape& s, const std::string& isa) {
   return true;
 }
 
-// With emulated tiles (see CMakeLists.txt) AMX's kernels run on any processor that has AVX-512.
+// With emulated tiles (see CMakeLists.txt), AMX's kernels run on any processor with AVX-512.
 std::vector<std::string> isas_here() {
   auto names = tandem::available_isas();
 #if defined(TANDEM_EMULATE_TILES)

@@ -1,6 +1,6 @@
-// Rows of random bytes in every kind of blocks, and in fields of bits, go to packed matrices.
-// Buffers are exactly as large as the calls say, so that a read or write outside is found; rows in
-// another order go to the same places. Built with sanitizers.
+// Rearranges random bytes in every kind of block, and fields of bits, into packed matrices. Buffers
+// are exactly as large as the calls say, so that the sanitizers find accesses outside. Rows in
+// another order must give the same result.
 #include <algorithm>
 #include <cstdio>
 #include <numeric>
@@ -46,7 +46,7 @@ Bytes drawn(Random& random, Index count, Index most) {
   return bytes;
 }
 
-// A packed matrix of just the bytes that a work needs.
+// A packed matrix with exactly the bytes that a call needs.
 struct Packed {
   Bytes data, scales;
 
@@ -91,7 +91,7 @@ bool blocks_are_placed(Random& random, const Case& which) {
          first.scales == second.scales;
 }
 
-// `format`'s codes in rows of words, or in words that eight rows share.
+// Fields of `format`'s codes: one row per word, or eight rows that share words.
 bool fields_are_placed(Random& random, Format format, Index group, bool is_shared) {
   const Index rows = is_shared ? 8 * random.between(1, 6) : random.between(1, 50);
   const Index cols = 32 * random.between(1, 9), width = std::max<Index>(32, group);

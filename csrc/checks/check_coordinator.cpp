@@ -1,7 +1,7 @@
-// Captured steps on the CPU twin, against the same experts in one call: with delays at random,
+// Compares captured steps on the CPU twin with the same experts in one call: with random delays,
 // copies into slots under way, fetches for the layer itself, experts in memory or on a disk, and
-// everything that may go wrong.
-// Built with ThreadSanitizer too.
+// every failure.
+// Also built with ThreadSanitizer.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -35,7 +35,7 @@ void sleep_us(std::int64_t microseconds) {
   std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
 }
 
-// The tokens of a step, and what its layers give.
+// The tokens of a step, and its layers' results.
 struct Step {
   std::int64_t num_tokens;
   std::vector<Values> hidden, weights;  // by layer
@@ -45,7 +45,7 @@ struct Step {
 
 class Machine {
  public:
-  // With `has_disk` experts come from a file, with room in memory for a few of them.
+  // With `has_disk`, experts come from a file, and memory has room for a few of them.
   Machine(Random& random, std::int64_t slots_a_layer, bool has_policy, bool blocks_copies,
           bool has_disk = false)
       : random_(random),
@@ -73,7 +73,7 @@ class Machine {
   }
   ~Machine() {
     is_running_.store(false);
-    coordinator_.reset();  // its thread hands copies on
+    coordinator_.reset();  // first, because its thread submits copies
     copying_.reset();
     disk_.reset();
     if (file_ != nullptr) std::fclose(file_);
@@ -82,15 +82,15 @@ class Machine {
   Coordinator& coordinator() { return *coordinator_; }
   std::int64_t num_layers() const { return static_cast<std::int64_t>(layers_.size()); }
   std::int64_t num_hits() const { return num_hits_; }
-  std::int64_t num_fetched() const { return num_fetched_; }  // and computed by the twin
+  std::int64_t num_fetched() const { return num_fetched_; }  // those that the twin computed
 
-  // Between steps: a policy may fetch in some and not in others.
+  // Changes the policy's rule between steps, so that only some of them fetch.
   void change_rule() {
     if (policy_)
       policy_->set_rule(static_cast<Rule>(random_.between(0, 2)), random_.between(0, 1) == 1);
   }
 
-  // Runs a step and compares it. Throws StepLost as the coordinator does.
+  // Runs a step and compares it. Throws StepLost like the coordinator.
   bool run(double patience, std::int64_t stops_before = -1) {
     Step step = random_step();
     coordinator_->begin_step(0, kPatience);
@@ -115,8 +115,8 @@ class Machine {
     return coordinator_->records().size() == layers_.size() && is_right(step);
   }
 
-  // At any time: a copy into a slot that is free, or from which another expert goes, which a layer
-  // to come may still read in this step.
+  // Copies an expert at any time, into a free slot or in place of another expert, whose slot a
+  // later layer may still read in this step.
   void copy_something() {
     take_arrivals();
     const auto layer = static_cast<std::int32_t>(random_.between(0, num_layers() - 1));
@@ -134,7 +134,7 @@ class Machine {
   }
 
  private:
-  // The twin's own layers stay as they are: it reads by addresses.
+  // The twin's own layers do not change, because it reads by address.
   void put_on_disk(std::vector<RoutedLayer>& routed) {
     const std::int64_t page = kDiskPage, num_layers = this->num_layers();
     std::int64_t stride = 0;
@@ -229,7 +229,7 @@ class Machine {
         std::make_unique<StepDecisions>(policy_.get(), *copying_));
   }
 
-  // Called on the copying thread: late, or until the step is over.
+  // Called on the copying thread: delays it for a moment, or until the step has ended.
   void delay_copy() {
     if (blocks_copies_)
       while (is_running_.load()) sleep_us(100);
@@ -314,11 +314,11 @@ bool steps_agree(Random& random, bool has_policy, bool blocks_copies, bool has_d
     if (!machine.run(kPatience)) return false;
   }
   num_fetched += machine.num_fetched();
-  // Where copies end behind the step, the CPU has claimed every expert.
+  // If copies end only after the step, the CPU has claimed every expert.
   return !blocks_copies || machine.num_fetched() == 0;
 }
 
-// What the thread does at a layer goes wrong: the step is lost in a sentence, and the next is
+// A failure of the thread at one layer loses the step with one sentence, and the next step is
 // right.
 bool recovers(Random& random, const std::string& kind, bool has_policy) {
   Machine machine(random, 2, has_policy, false);

@@ -1,5 +1,5 @@
-// CRC32C by this processor's instruction and from the table, against a bit at a time: every length at
-// every place, in buffers that are exactly as large. Built with sanitizers.
+// Compares CRC32C by the processor's instruction and by table with a bitwise version, for every
+// length at every offset, in buffers of exactly that size. Built with sanitizers.
 #include <cstdio>
 #include <vector>
 
@@ -12,7 +12,8 @@ using tandem::checks::Random;
 using Index = std::int64_t;
 
 constexpr Index kShort = 64;
-constexpr Index kLong[] = {12287, 12288, 12289, 13055, 16384, 100003};  // where streams begin
+// Around the length where streams begin.
+constexpr Index kLong[] = {12287, 12288, 12289, 13055, 16384, 100003};
 
 std::uint32_t bit_at_a_time(const std::uint8_t* data, Index bytes, std::uint32_t before) {
   std::uint32_t state = ~before;

@@ -1,5 +1,5 @@
-// Hyper-connections of random sizes on every instruction set against their definition in double precision.
-// Buffers are exactly as large as the calls say. Built with sanitizers.
+// Compares hyper-connections of random sizes on every instruction set with their definition in
+// double precision. Buffers are exactly as large as the calls say. Built with sanitizers.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -37,7 +37,7 @@ bool is_near(const std::vector<float>& actual, const std::vector<double>& wanted
   return true;
 }
 
-// Rows of a matrix times a token's values, which are divided by the root of their mean square.
+// Rows of a matrix times a token's values after dividing these by their root mean square.
 std::vector<double> logits(const tandem::MixIn& call, const Values& streams, const Values& matrix,
                            Index token) {
   const Index values = call.num_values();
@@ -80,7 +80,7 @@ std::vector<double> mixture_of(const tandem::MixIn& call, const double* logits) 
   return found;
 }
 
-// The way in, and the way back where there is a mixture.
+// Checks the way in, and also the way out if there is a mixture.
 bool agrees(Random& random, const std::string& isa) {
   const auto type = static_cast<ValueType>(random.between(0, 1));
   const auto matrix_type = static_cast<ValueType>(random.between(0, 1));

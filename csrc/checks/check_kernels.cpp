@@ -1,6 +1,7 @@
-// Random shapes, formats, token counts and thread counts: every instruction set against the portable
-// kernels. Built with sanitizers; each buffer is exactly as large as the layout says, so that a read
-// or write outside is found. Prints a line and returns 0, or stops at the first difference.
+// Compares every instruction set with the portable kernels, for random shapes, formats, token
+// counts and thread counts. Built with sanitizers; each buffer is exactly as large as the layout
+// says, so that they find accesses outside. Prints a line and returns 0, or stops at the first
+// difference.
 #include <cmath>
 #include <cstdio>
 #include <vector>
@@ -25,7 +26,7 @@ struct Model {
   std::vector<std::vector<std::uint8_t>> experts;
 };
 
-// One projection's layout, and how many bytes its parts take.
+// The layout of one projection, and the sizes of its parts.
 struct Projection {
   tandem::ProjectionLayout layout;
   std::int64_t data_bytes, scale_bytes, bias_bytes;
@@ -42,7 +43,7 @@ Projection make_projection(Random& random, Format format, std::int64_t rows, std
           has_bias ? 4 * rows : 0};
 }
 
-// Places a projection's parts from `end` on, which moves behind them.
+// Places a projection's parts at `end` and advances it.
 void place(Projection& p, std::int64_t& end) {
   const auto next = [&](std::int64_t bytes) {
     const std::int64_t begin = end;
@@ -108,7 +109,8 @@ bool is_near(const std::vector<float>& a, const std::vector<float>& b) {
     error += (a[i] - b[i]) * (a[i] - b[i]);
     size += b[i] * b[i];
   }
-  // The second projection rounds activations again: a last bit of the first may flip a step there.
+  // The second projection quantises activations again, where a last bit of the first may change a
+  // code.
   return std::sqrt(error) <= 5e-3 * std::sqrt(size) + 1e-6;
 }
 

@@ -1,6 +1,6 @@
-// What surrounds the experts: dense matrices, small operations on rows, and experts straight from
-// the router's choice, against plain loops, over random shapes. Built with sanitizers; each buffer is
-// exactly as large as it must be.
+// Compares the layers around the experts with plain loops, over random shapes: dense matrices,
+// small row-wise operations, and experts that take the router's choice directly. Built with
+// sanitizers; each buffer is exactly as large as necessary.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -37,7 +37,7 @@ std::vector<float> read(const std::vector<std::uint8_t>& bytes, ValueType type) 
 ValueType any_type(Random& random) { return static_cast<ValueType>(random.between(0, 1)); }
 ValueType any_token_type(Random& random) { return static_cast<ValueType>(random.between(0, 2)); }
 
-// Conversions by any instruction set are those of half.hpp, to the last bit.
+// Conversions by every instruction set equal those of half.hpp bit by bit.
 bool halves_agree(Random& random, const tandem::ExpertEngine& engine) {
   const std::int64_t count = random.between(0, 40);
   const Values halves(random.normals(count, random.between(0, 1) ? 1e-6f : 3e4f), ValueType::kFp16);
@@ -168,7 +168,7 @@ bool pairs_agree(Random& random, const std::string& isa) {
   return is_near(read(out, type), wanted, 2e-2);
 }
 
-// Against a sort of all experts of the groups that are kept.
+// Compares with sorting all experts of the kept groups.
 bool ranked_agrees(Random& random) {
   const std::int64_t tokens = random.between(1, 4), groups = random.between(1, 6);
   const std::int64_t size = random.between(1, 9), best = random.between(1, size);

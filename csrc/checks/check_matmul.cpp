@@ -1,6 +1,6 @@
-// One matrix product of every instruction set against the portable one, with the same activations:
-// what differs is the order of additions, so the tolerance is tight. Also runs AVX-VNNI's kernels on
-// a processor that has the same instruction as a part of AVX-512 only.
+// Compares a matrix product of every instruction set with the portable one, on the same
+// activations. Only the order of additions differs, so the tolerance is tight. Also runs AVX-VNNI's
+// kernels on processors that have this instruction only as part of AVX-512.
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -52,7 +52,7 @@ int main() {
     const auto expected = multiply(tandem::portable_kernels(), c, x);
     for (const Kernels* kernels : all) {
       const double error = relative_error(multiply(*kernels, c, x), expected);
-      // bf16's own instruction rounds products differently, and sums in pairs.
+      // bf16's instruction rounds products differently and sums in pairs.
       if (!(error < 2e-5)) {
         std::printf("round %d: %s differs by %.2g, format %d, %d tokens\n", round, kernels->name,
                     error, static_cast<int>(format), static_cast<int>(c.num_tokens));

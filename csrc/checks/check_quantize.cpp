@@ -1,6 +1,6 @@
-// Quantising random matrices to every format with every instruction set: the bytes are the same, and
-// an int8 value is as near as its scale allows. Buffers are exactly as large as the calls say, so that
-// a read or write outside is found. Built with sanitizers.
+// Quantises random matrices to every format with every instruction set. The bytes must be equal,
+// and each int8 value as near as its scale allows. Buffers are exactly as large as the calls say,
+// so that the sanitizers find accesses outside.
 #include <cmath>
 #include <cstdio>
 #include <cstring>

@@ -1,6 +1,7 @@
-// Convolutions, recurrences and compressed windows of random shapes on every instruction set against their definitions
-// in double precision, in fp32: slots go on in turns, by prompts and by steps. Buffers are exactly as
-// large as the calls say, so that a read or write outside is found. Built with sanitizers.
+// Compares convolutions, recurrences and compressed windows of random shapes on every instruction
+// set, in fp32, with their definitions in double precision. Slots advance in turn, by prompts and
+// by steps. Buffers are exactly as large as the calls say, so that the sanitizers find accesses
+// outside.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -22,7 +23,7 @@ using Index = std::int64_t;
 constexpr int kRounds = 12;
 constexpr Index kSlots = 3;
 
-// Tokens of some slots, one slot after the other; `lengths` grow.
+// Tokens of some slots, slot by slot; `lengths` grow.
 struct Tokens {
   std::vector<Index> slots, positions;
   bool have_drafts;
@@ -35,7 +36,7 @@ struct Tokens {
 Tokens some_tokens(Random& random, std::vector<Index>& lengths) {
   Tokens tokens{{}, {}, random.between(0, 1) == 1};
   for (Index slot = 0; slot < kSlots; ++slot) {
-    if (random.between(0, 5) == 0) lengths[slot] = 0;  // another sequence takes it
+    if (random.between(0, 5) == 0) lengths[slot] = 0;  // another sequence takes the slot
     const Index most = tokens.have_drafts ? 1 + tandem::kMostDrafted : 150;
     const Index count = random.between(0, 2) ? random.between(0, 1) : random.between(0, most);
     for (Index i = 0; i < count; ++i) {
@@ -46,7 +47,7 @@ Tokens some_tokens(Random& random, std::vector<Index>& lengths) {
   return tokens;
 }
 
-// The log of drafted tokens of all slots, of which some are taken back.
+// The log of all slots' drafted tokens, some of which are taken back.
 struct Log {
   std::vector<Index> kept = std::vector<Index>(kSlots);
   std::vector<float> values;
@@ -55,7 +56,7 @@ struct Log {
 
   tandem::DraftLog view() { return {kept.data(), values.data()}; }
 
-  // Takes some drafted tokens of each slot back.
+  // Takes back some drafted tokens of each slot.
   void take_back(Random& random, const Tokens& tokens, std::vector<Index>& lengths) {
     for (Index slot = 0; tokens.have_drafts && slot < kSlots; ++slot) {
       const Index count = std::count(tokens.slots.begin(), tokens.slots.end(), slot);
@@ -110,7 +111,7 @@ bool convolutions_agree(Random& random, tandem::RecurrentEngine& engine) {
   return true;
 }
 
-// Of one number: values and gates of a window's tokens, the oldest first.
+// Compresses one channel: values and gates of a window's tokens, oldest first.
 double compressed(const std::vector<double>& values, const std::vector<double>& gates) {
   double sum = 0, weighted = 0;
   for (std::size_t i = 0; i < values.size(); ++i) {
@@ -164,10 +165,10 @@ bool compressions_agree(Random& random, tandem::ThreadPool& pool) {
   return true;
 }
 
-// What the equations of a recurrence say for one token and head, with its state in double precision.
+// The equations of a recurrence for one token and head, with the state in double precision.
 struct Head {
   std::vector<double> state;  // (key_dim, value_dim)
-  std::vector<std::vector<double>> states;  // the one after each of the latest call's tokens
+  std::vector<std::vector<double>> states;  // the state after each token of the latest call
 
   double advance(const tandem::Recurrence& r, const float* q, const float* k, double q_size,
                  double k_size, double value, double rate, double skip, Index j,
@@ -201,7 +202,7 @@ bool recurrences_agree(Random& random, tandem::RecurrentEngine& engine, DecayKin
   r.value_dim = random.between(0, 2) ? random.between(1, 40) : random.between(41, 150);
   r.decay_kind = kind;
   r.is_delta = !is_pair && random.between(0, 1) == 1;
-  r.is_normalised = r.is_delta;  // as models have it: else the delta rule grows without bounds
+  r.is_normalised = r.is_delta;  // as in models; otherwise the delta rule grows without bounds
   r.scale = 0.5f;
   const Index blocks = r.blocks(), values = r.num_heads * r.value_dim;
   const auto a = random.normals(values * r.key_dim), skip = random.normals(values);

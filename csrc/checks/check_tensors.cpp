@@ -1,5 +1,5 @@
-// Small tensor operations against plain loops, over random shapes, strides and types. Built with
-// sanitizers; each buffer is exactly as large as it must be.
+// Compares small tensor operations with plain loops, over random shapes, strides and types. Built
+// with sanitizers; each buffer is exactly as large as necessary.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -27,7 +27,7 @@ std::int64_t count_of(const Four& sizes) {
   return sizes[0] * sizes[1] * sizes[2] * sizes[3];
 }
 
-// fp32 or bf16 values without gaps, and as fp32.
+// Contiguous fp32 or bf16 values, and the same in fp32.
 struct Tensor {
   ElementType type;
   std::vector<std::uint8_t> bytes;
@@ -53,7 +53,7 @@ Four any_sizes(Random& random, std::int64_t longest) {
           random.between(1, longest)};
 }
 
-// Strides of a tensor without gaps whose dimensions lie in a random order.
+// Strides of a gapless tensor whose dimensions are in random memory order.
 Four any_strides(Random& random, const Four& sizes) {
   Four order{0, 1, 2, 3}, strides{};
   for (int i = 3; i > 0; --i) std::swap(order[i], order[random.between(0, i)]);
@@ -86,7 +86,6 @@ bool is_near(float actual, float wanted, ElementType type) {
   return std::fabs(actual - wanted) <= tolerance * std::max(1.0f, std::fabs(wanted));
 }
 
-// Values with the strides that they have.
 struct Strided {
   Tensor tensor;
   Four strides;
@@ -176,7 +175,7 @@ bool rows_agree(Random& random, const tandem::TensorKernels& kernels) {
   return agrees;
 }
 
-// The greatest, then those values by their numbers, then written where they were.
+// Chooses the greatest, looks these values up by index, and writes them back to their positions.
 bool places_agree(Random& random, const tandem::TensorKernels& kernels) {
   const Four sizes = any_sizes(random, 60);
   const std::int64_t n = sizes[3], rows = count_of(sizes) / n, k = random.between(1, n);
@@ -196,7 +195,7 @@ bool places_agree(Random& random, const tandem::TensorKernels& kernels) {
   found.read();
   if (found.numbers != best.numbers) return false;
   std::fill(marked.bytes.begin(), marked.bytes.end(), std::uint8_t{0});
-  index[0] = random.between(0, 1) ? -1 : n;  // outside: nothing is written, and NaN is read
+  index[0] = random.between(0, 1) ? -1 : n;  // outside: nothing is written, and reads give NaN
   const Four whole = dense_strides(sizes);
   kernels.scatter({few, {type, best.bytes.data(), places, 0}, {index.data(), places, n, 1},
                    {type, marked.bytes.data(), {whole[0], whole[1], whole[2], 0}}});
@@ -219,7 +218,7 @@ bool product_agrees(Random& random, tandem::Program& program) {
   const std::int64_t depth = random.between(1, 1300);
   const Strided a(random, {sizes[0], sizes[1], sizes[2], depth});
   Strided b(random, {sizes[0], sizes[1], depth, sizes[3]});
-  if (random.between(0, 1))  // as a layer's weight lies
+  if (random.between(0, 1))  // like a layer's weight
     b.strides = {sizes[1] * depth * sizes[3], depth * sizes[3], 1, depth};
   Strided out(random, sizes);
   program.add(tandem::Product{sizes, depth, a.operand(), b.operand(),
@@ -237,7 +236,7 @@ bool product_agrees(Random& random, tandem::Program& program) {
   return agrees;
 }
 
-// Against a sort of all positions; some keys are alike, so that the first must win.
+// Compares with sorting all positions. Some keys are equal, so that the first must win.
 bool selection_agrees(Random& random, tandem::Program& program) {
   const std::int64_t tokens = random.between(1, 3), heads = random.between(1, 40);
   const std::int64_t dim = random.between(1, 70), most = random.between(1, 9);
@@ -269,7 +268,7 @@ bool selection_agrees(Random& random, tandem::Program& program) {
       out.data()});
   program.run();
   kept.read();
-  if (type == ElementType::kBf16 && key.type == ElementType::kFp32)  // it is kept in fewer bits
+  if (type == ElementType::kBf16 && key.type == ElementType::kFp32)  // it is stored in fewer bits
     for (float& value : key.numbers) value = tandem::bf16_to_float(tandem::float_to_bf16(value));
   for (std::int64_t t = 0; t < tokens; ++t) {
     const float* own = keys.data() + slots[t] * capacity * dim;
@@ -303,7 +302,7 @@ bool selection_agrees(Random& random, tandem::Program& program) {
   return true;
 }
 
-// Blocks that each head selects, against their definition.
+// Compares the blocks that each head selects with their definition.
 bool blocks_agree(Random& random, tandem::Program& program) {
   const std::int64_t heads = random.between(1, 40), dim = random.between(1, 70), capacity = 600;
   const std::int64_t block = random.between(1, 90), most = random.between(1, 5);
@@ -343,7 +342,7 @@ bool blocks_agree(Random& random, tandem::Program& program) {
   return true;
 }
 
-// A product of many values, which the threads share, in place of one of its operands.
+// Multiplies large tensors, which threads share, and writes the result over one of them.
 bool many_agree(Random& random, tandem::Program& program) {
   const Four sizes{1, random.between(1, 5), random.between(1, 2), random.between(20000, 70000)};
   const Strided a(random, sizes), b(random, sizes);

@@ -1,6 +1,6 @@
-// Products on the tiles of AMX, which are emulated here: those of int8 have AVX-512's bits, those of bf16 are
-// near what plain sums give, and a token's bits do not depend on the others. Where there are tiles, theirs
-// are the same bits. Needs AVX-512.
+// Checks products on AMX's tiles, which are emulated here. int8 must have AVX-512's bits, bf16 must
+// be near plain sums, and a token's bits must not depend on other tokens. On processors with tiles
+// these must give the same bits. Needs AVX-512.
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
@@ -30,10 +30,9 @@ using tandem::checks::relative_error;
 using tandem::checks::Rounded;
 
 constexpr int kRounds = 120;
-// All that is ever on tiles.
+// All formats that tiles multiply.
 constexpr Format kFormats[] = {Format::kBf16, Format::kInt8, Format::kInt4, Format::kInt4Zero};
 
-// The first token alone.
 Case one_token(const Case& c) {
   Case one = c;
   one.num_tokens = 1;

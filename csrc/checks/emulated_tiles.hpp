@@ -1,6 +1,6 @@
-// The tiles of AMX in portable C++, as Intel's manual defines them, in the place of the instructions:
-// amx.hpp includes this where TANDEM_EMULATE_TILES is set. So what lies where in a tile is checked on
-// processors without AMX, too.
+// AMX's tiles in portable C++, as defined in Intel's manual. amx.hpp includes this instead of the
+// instructions if TANDEM_EMULATE_TILES is set, so that the layout of tiles is checked on processors
+// without AMX, too.
 #pragma once
 
 #include <cmath>
@@ -39,7 +39,7 @@ class EmulatedTiles {
       std::memcpy(static_cast<std::uint8_t*>(base) + r * stride, data_[tile][r], row_bytes_[tile]);
   }
 
-  // c += signed bytes of a times unsigned ones of b, four to a lane.
+  // c += signed bytes of a times unsigned bytes of b, four per lane.
   void add_bytes(int c, int a, int b) {
     each_lane(c, a, b, [&](int row, int lane, int steps) {
       std::int32_t sum;
@@ -51,7 +51,7 @@ class EmulatedTiles {
     });
   }
 
-  // c += pairs of bf16: even and odd ones are added up apart, and numbers below the normal ones are none.
+  // c += pairs of bf16. Even and odd values are summed separately, and subnormals count as zero.
   void add_bf16(int c, int a, int b) {
     each_lane(c, a, b, [&](int row, int lane, int steps) {
       float sums[2] = {}, sum;

@@ -1,4 +1,4 @@
-// Random packed matrices of every format, in buffers that are exactly as large as they must be.
+// Random packed matrices of every format, in buffers of exactly the necessary size.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ inline std::int64_t random_group(Random& random, Format format) {
   return encoding(format).group != 0 ? encoding(format).group : 32 << random.between(0, 2);
 }
 
-// What columns are padded to.
+// The multiple to which columns are padded.
 inline std::int64_t column_multiple(Format format, std::int64_t group) {
   if (has_supers(format)) return kSuperCols;
   return group == 0 ? 8 : std::max(group, kStripCols);
@@ -33,7 +33,7 @@ inline void fill_codes(Random& random, Format format, std::uint8_t* data, std::i
   for (std::int64_t i = 0; i < bytes; ++i) data[i] = static_cast<std::uint8_t>(random.between(0, 255));
   if (format == Format::kFp8)
     for (std::int64_t i = 0; i < bytes; ++i) data[i] = (data[i] & 0x7F) == 0x7F ? 0 : data[i];  // NaN
-  if (format == Format::kIq1M)  // whose factors are among them: the exponents' upper bits
+  if (format == Format::kIq1M)  // its factors are among the codes: set the exponents' upper bits
     for (std::int64_t super = 0; super < bytes; super += code_bytes(format, kSuperCols))
       for (std::int64_t row = 0; row < kBlockRows; ++row) {
         std::uint8_t& byte = data[super + kIq1M.factor.at(3) / 32 * 64 + 4 * row + 3];
@@ -45,7 +45,7 @@ inline void fill_codes(Random& random, Format format, std::uint8_t* data, std::i
     data[i] = static_cast<std::uint8_t>((data[i] & 0x83) | exponent);
 }
 
-// `bytes` are those of whole blocks of `cols` columns.
+// `bytes` is the size of whole blocks of `cols` columns.
 inline void fill_scales(Random& random, Format format, std::int64_t group, std::int64_t cols,
                         std::uint8_t* scales, std::int64_t bytes) {
   const std::int64_t super = bytes == 0 ? 0 : scale_bytes(format, kSuperCols, group);

@@ -1,4 +1,4 @@
-// Random routed layers of bf16 experts, in the packed layout, with their weights beside.
+// Random routed layers of bf16 experts in the packed layout, with their weights in fp32.
 #pragma once
 
 #include <cstring>
@@ -11,7 +11,7 @@
 
 namespace tandem::checks {
 
-// fp32 numbers as a tensor of either type has them, and as fp32 again.
+// fp32 numbers as a tensor of some type, and converted back to fp32.
 struct Values {
   std::vector<std::uint8_t> bytes;
   std::vector<float> numbers;
@@ -25,7 +25,7 @@ struct Values {
   }
 };
 
-// bf16 weights (rows, cols) in blocks of 16 rows; docs/formats.md.
+// Packs bf16 weights (rows, cols) in blocks of 16 rows; see docs/formats.md.
 inline std::vector<std::uint8_t> packed_bf16(const std::vector<float>& weights,
                                              std::int64_t rows, std::int64_t cols,
                                              std::int64_t padded_cols) {

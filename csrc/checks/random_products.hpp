@@ -1,4 +1,4 @@
-// Random products: a matrix and activations in buffers that are exactly as large as they must be.
+// Random products: a matrix and activations, in buffers of exactly the necessary size.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct Case {
 inline Case make_case(Random& random, Format format) {
   const std::int64_t group = random_group(random, format);
   const std::int64_t multiple = column_multiple(format, group);
-  // Wide ones take more columns than many tokens are multiplied with at once.
+  // Wide matrices have more columns than many tokens are multiplied with at a time.
   const bool is_wide = random.between(0, 9) == 0;
   const std::int64_t cols = multiple * random.between(1, (is_wide ? 5000 : 900) / multiple);
   Case c{format, random.between(1, 5), cols, group, 0, 0, {}, {}, {}, {}};
@@ -39,7 +39,7 @@ inline Case make_case(Random& random, Format format) {
   return c;
 }
 
-// The rows as the format wants them, rounded by the portable kernels.
+// The activations as the format needs them, quantised by the portable kernels.
 struct Rounded {
   std::vector<std::int8_t> quantized;
   std::vector<float> scales;

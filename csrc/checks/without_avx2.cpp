@@ -1,5 +1,5 @@
-// In place of AVX2's and AVX-VNNI's kernels where the sanitizers look at AVX-512's, which compile as
-// long: `available_isas` does not name them then, so that nothing asks for these.
+// Stubs for AVX2's and AVX-VNNI's kernels while sanitizers check AVX-512's, which take as long to
+// compile. `available_isas` does not list these then, so the stubs are never called.
 #include <cstdlib>
 
 #include "attention.hpp"

@@ -1,4 +1,4 @@
-// The thread that answers: what it does about each layer of a step.
+// The thread that answers, and what it does about each layer of a step.
 #include <algorithm>
 
 #include "coordinator/coordinator.hpp"
@@ -9,11 +9,11 @@ namespace tandem {
 namespace {
 
 constexpr double kDiskPatience = 0.5;  // seconds that a device waits for a read
-// A guess comes two kernels behind the doorbell. A device that is stopped in between delays nothing
-// but itself.
+// A guess comes two kernels after the doorbell. A device that is stopped in between delays only
+// itself.
 constexpr double kGuessPatience = 5e-5;
 
-// A use of a source, which ends behind all that is done about a layer.
+// Ends the use of a source when everything about a layer is done.
 class SourceUse {
  public:
   explicit SourceUse(ExpertSource* source) : source_(source) {}
@@ -43,7 +43,8 @@ bool Coordinator::wait_for_doorbell(std::int64_t layer) {
   const auto is_lost = [this] { return is_lost_.load(std::memory_order_relaxed); };
   for (BetweenLooks give_way; load_acquire(doorbell) != 1 && !is_lost(); give_way()) {
   }
-  // Behind a layer that was given up none is decided: what that one decided is not submitted yet.
+  // After a layer that was given up none is decided, because that layer's decisions are not
+  // submitted.
   std::uint8_t open = kOpen;
   if (is_lost() || !answers_[layer].compare_exchange_strong(open, kTaken)) return false;
   store_release(doorbell, 0u);
@@ -79,7 +80,7 @@ void Coordinator::answer(std::int64_t layer) {
   progress_.fetch_add(1);
 }
 
-// Tells whether a layer has misses; notes which expert each row wants.
+// Returns whether a layer has misses; notes the missed expert of each row.
 bool Coordinator::find_misses(std::int64_t layer, std::int64_t num_experts) {
   const MailboxLayout& layout = box_->layout();
   const std::int32_t *choice = box_->choice(layer), *is_hit = box_->is_hit(layer);
@@ -90,13 +91,14 @@ bool Coordinator::find_misses(std::int64_t layer, std::int64_t num_experts) {
     has_misses = true;
     if (choice[i] >= 0 && choice[i] < num_experts)
       missed_[i] = choice[i];
-    else  // published by mistake: nothing is read outside
+    else  // an invalid choice: reads nothing outside
       std::fill_n(box_->results() + i * layout.hidden_size, layout.hidden_size, 0.0f);
   }
   return has_misses;
 }
 
-// What the next layer is guessed to choose; empty where nobody asks, or it does not come soon.
+// Returns the guessed choice of the next layer; empty if it was not asked for, or does not come
+// soon.
 std::span<const std::int32_t> Coordinator::wait_for_guess(std::int64_t layer) const {
   const bool has_next = layer + 1 < static_cast<std::int64_t>(layers_.size());
   if (!decisions_ || !has_next || !decisions_->asks(static_cast<std::int32_t>(layer))) return {};
@@ -114,7 +116,7 @@ std::span<const Fetch> Coordinator::fetch(std::int64_t layer) {
   return decisions_->fetch(layer, {box_->choice(layer), pairs}, guess_, places_);
 }
 
-// The misses that are not fetched. Returns how many experts that are.
+// Computes the misses that are not fetched; returns the number of experts.
 std::int64_t Coordinator::compute(const RoutedLayer& host, std::span<const Fetch> fetches) {
   addresses_.assign(missed_.size(), nullptr);
   for (std::size_t i = 0; i < missed_.size(); ++i) {
@@ -125,8 +127,8 @@ std::int64_t Coordinator::compute(const RoutedLayer& host, std::span<const Fetch
   return compute_rows(host);
 }
 
-// Waits until each fetched expert is there or computed: those whose time is over at once, while
-// the others may still come. Returns how many were computed.
+// Waits until each fetched expert has arrived or is computed. Experts whose time is over are
+// computed at once, while others may still arrive. Returns how many were computed.
 std::int64_t Coordinator::settle(const RoutedLayer& host, std::span<const Fetch> fetches) {
   if (fetches.empty()) return 0;
   std::int64_t num_computed = 0;
@@ -149,14 +151,15 @@ std::int64_t Coordinator::settle(const RoutedLayer& host, std::span<const Fetch>
   return num_computed;
 }
 
-// What is fetched over a disk lies in a slot of its layer, and stays there.
+// Over a disk, a fetched expert is in a slot of its layer and stays there.
 const std::uint8_t* Coordinator::address_of(const RoutedLayer& host, std::int32_t expert) const {
   for (const PlacedMiss& miss : places_)
     if (miss.expert == expert) return miss.address;
   return host.expert(expert);
 }
 
-// Asks for a layer's misses that come from a disk, and notes which memory has. The caller ends the use.
+// Requests a layer's misses from the source of experts on the disk, and notes which are in memory.
+// The caller ends the use.
 void Coordinator::ask(const RoutedLayer& host) {
   asked_.clear();
   for (const std::int32_t expert : missed_)
@@ -172,7 +175,7 @@ void Coordinator::ask(const RoutedLayer& host) {
     places_[place] = {asked_[place], stays ? Place::kInSlot : Place::kPassing, address};
 }
 
-// Those that are not fetched: what memory has at first, the others as they come.
+// Computes the misses that are not fetched: first those in memory, then the others as they arrive.
 std::int64_t Coordinator::compute_coming(const RoutedLayer& host, std::span<const Fetch> fetches) {
   addresses_.assign(missed_.size(), nullptr);
   for (const auto& [expert, place, address] : places_) {
@@ -192,7 +195,7 @@ std::int64_t Coordinator::compute_coming(const RoutedLayer& host, std::span<cons
   return num_computed;
 }
 
-// Computes the rows whose expert has an address. Returns how many experts that are.
+// Computes the rows whose expert has an address; returns the number of experts.
 std::int64_t Coordinator::compute_rows(const RoutedLayer& host) {
   const MailboxLayout& layout = box_->layout();
   const std::int64_t count =

@@ -77,7 +77,8 @@ void Coordinator::begin_step(std::int64_t mailbox, double patience) {
   const Mailbox& box = mailboxes_.at(mailbox).box;
   stop_letting_go();
   wait_until_idle(patience);
-  if (has_died_) {  // read behind the lock of wait_until_idle: the thread only lets the device go
+  // Read after the lock of wait_until_idle; the thread now only lets the device go.
+  if (has_died_) {
     has_ended_.store(true);
     thread_.join();
     has_ended_.store(false);
@@ -118,7 +119,7 @@ void Coordinator::finish_step(double patience) {
     if (finished_step_ == wanted_step_) break;
     const std::uint64_t progress = progress_.load();
     const double now = steady_seconds();
-    // Longer between two looks, and the whole process was stopped: that is nobody's fault.
+    // A longer time between two looks means that the whole process was stopped. It does not count.
     waited = progress == seen ? waited + std::min(now - last, kLongestLook) : 0.0;
     seen = progress;
     last = now;
@@ -146,7 +147,7 @@ std::string Coordinator::what_is_missing(std::int64_t layer, double patience) co
          (has_rung ? "answered" : "reached by the device") + " within " + in_words(patience);
 }
 
-// Answers every layer that the device still comes to, with an error.
+// Answers with an error every layer that the device still reaches.
 void Coordinator::let_go() {
   for (std::size_t layer = 0; layer < layers_.size(); ++layer)
     while (!close_for_device(static_cast<std::int64_t>(layer))) {
@@ -162,7 +163,7 @@ void Coordinator::stop_letting_go() {
   has_ended_.store(false);
 }
 
-// Returns whether the layer is closed: by now, or because the device has come to it.
+// Closes a layer once the device has reached it; returns whether it is closed.
 bool Coordinator::close_for_device(std::int64_t layer) {
   std::uint8_t answer = answers_[layer].load();
   if (answer == kClosed) return true;

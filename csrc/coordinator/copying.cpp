@@ -10,13 +10,13 @@
 namespace tandem {
 namespace {
 
-// Small enough that what is needed soon does not wait for long behind them. So many may be queued,
-// chunks and entries: a thread that sleeps until one has happened wakes up 20 to 60 microseconds
+// Chunks are small, so that urgent copies do not wait long behind them. The limit counts queued
+// chunks and entries. A thread that sleeps until one has happened wakes up 20 to 60 microseconds
 // later, in which a link of 25 GB/s copies three chunks.
 constexpr std::int64_t kChunkBytes = 512 << 10;
 constexpr std::int64_t kMostQueued = 5;
-constexpr double kLookOut = 1e-3;  // seconds; what lies between two layers takes less
-constexpr double kShortestSleep = 1e-4;  // seconds; the system does not keep shorter ones
+constexpr double kLookOut = 1e-3;  // seconds; longer than the time between two layers
+constexpr double kShortestSleep = 1e-4;  // seconds; the system does not keep to shorter ones
 
 }  // namespace
 
@@ -90,7 +90,7 @@ void CopyingThread::look_out() {
   if (is_asleep) changed_.notify_all();
 }
 
-// Says, under the mutex, that there is news. Returns whether the thread may sleep.
+// Announces news, under the mutex. Returns whether the thread may be asleep.
 bool CopyingThread::tell() {
   num_calls_.fetch_add(1, std::memory_order_release);
   return !is_looking_;
@@ -145,7 +145,7 @@ void CopyingThread::loop() {
     try {
       if (job)
         carry_out(std::move(*job));
-      else  // one at a time: what is submitted meanwhile is queued behind the others
+      else  // one at a time, so that copies submitted meanwhile are queued behind the others
         wait_for(engine_->num_queued() - engine_->num_happened() - 1);
     } catch (const std::exception& problem) {
       error = problem.what();
@@ -157,13 +157,14 @@ void CopyingThread::loop() {
     error_ = error;
     changed_.notify_all();
     if (!error.empty()) {
-      for (std::deque<Job>* some : {&fetches_, &jobs_}) some->clear();  // with what they hold
+      // Also releases the experts that they hold.
+      for (std::deque<Job>* some : {&fetches_, &jobs_}) some->clear();
       return;
     }
   }
 }
 
-// Returns when something may begin, or the end has come.
+// Returns when a job may begin, or the thread must end.
 void CopyingThread::wait_for_call(std::unique_lock<std::mutex>& lock) {
   while (!is_closing_ && !may_begin()) {
     const double until = looks_until_;
@@ -208,14 +209,14 @@ void CopyingThread::carry_out(Job job) {
   wait_for(kMostQueued - 1);
 }
 
-// Queues an expert's copy and its entry; returns the room for what was in the slot.
+// Queues an expert's copy and its entry; returns the host slot for the slot's old content.
 HeldExpert CopyingThread::bring(Job& job) {
   const SlotCopy& copy = job.copy;
   const RoutedLayer& layer = layers_[copy.layer];
   const std::uint8_t* from = layer.expert(copy.expert);
   if (layer.source != nullptr) {
     if (!job.held) {
-      wait_for(0);  // lets all go that this thread holds
+      wait_for(0);  // releases all experts that this thread holds
       job.held = held(copy, true);
     }
     job.held.wait();
@@ -234,7 +235,8 @@ HeldExpert CopyingThread::bring(Job& job) {
   return back;
 }
 
-// Queues the copy of a slot's old content into a host slot that keeps it; empty: none does.
+// Queues the copy of a slot's old content to a host slot; the result is empty if no host slot takes
+// it.
 HeldExpert CopyingThread::take_back(const SlotCopy& copy) {
   const RoutedLayer& layer = layers_[copy.layer];
   if (layer.source == nullptr || copy.victim == kNone) return {};
@@ -247,16 +249,16 @@ HeldExpert CopyingThread::take_back(const SlotCopy& copy) {
   return back;
 }
 
-// Behind an error, once nothing is read from there.
+// After an error: waits until nothing is read, then releases all experts.
 void CopyingThread::let_all_go() noexcept {
   try {
     engine_->wait(0);
-  } catch (const std::exception&) {  // the same, or one after it
+  } catch (const std::exception&) {  // the same error, or one caused by it
   }
   queued_.clear();
 }
 
-// Waits, and tells of the copies that have ended.
+// Waits, and reports the copies that have ended.
 void CopyingThread::wait_for(std::int64_t most_left) {
   engine_->wait(most_left);
   while (!queued_.empty() && queued_.front().num_before <= engine_->num_happened()) {
@@ -273,7 +275,7 @@ void CopyingThread::wait_for(std::int64_t most_left) {
   }
 }
 
-// Makes the link slower than it is, so that a fast machine stands in for another.
+// Slows the link down, so that a fast machine can stand in for another one.
 void CopyingThread::keep_pace(std::int64_t bytes, double begin) {
   if (bytes_per_second_ <= 0.0) return;
   behind_ += static_cast<double>(bytes) / bytes_per_second_ - (steady_seconds() - begin);

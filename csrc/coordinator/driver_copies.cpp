@@ -7,10 +7,10 @@
 namespace tandem {
 namespace {
 
-constexpr int kVersion = 12000;  // of CUDA, whose form of a function is meant
-constexpr unsigned kBesideAll = 1;           // CU_STREAM_NON_BLOCKING
+constexpr int kVersion = 12000;  // the CUDA version whose functions are requested
+constexpr unsigned kBesideAll = 1;  // CU_STREAM_NON_BLOCKING
 constexpr unsigned kSleepsWithoutClock = 3;  // CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
-constexpr unsigned kBehindAll = 0;           // CU_STREAM_WRITE_VALUE_DEFAULT
+constexpr unsigned kBehindAll = 0;  // CU_STREAM_WRITE_VALUE_DEFAULT
 constexpr int kLowestPriority = 0;
 
 }  // namespace
@@ -58,7 +58,7 @@ void Driver::require(int code, const char* what) const {
 DriverCopyEngine::DriverCopyEngine(std::shared_ptr<Driver> driver, std::uint64_t table)
     : driver_(std::move(driver)), table_(table), can_write_(driver_->write_value != nullptr) {}
 
-DriverCopyEngine::~DriverCopyEngine() {  // what the driver returns at a program's end says nothing
+DriverCopyEngine::~DriverCopyEngine() {  // errors of the driver at a program's end mean nothing
   if (stream_ == nullptr) return;
   driver_->stream_synchronize(stream_);
   for (const Driver::Handle event : queued_) driver_->event_destroy(event);
@@ -66,7 +66,7 @@ DriverCopyEngine::~DriverCopyEngine() {  // what the driver returns at a program
   driver_->stream_destroy(stream_);
 }
 
-// On the thread that copies: a context is current for a thread.
+// Called on the copying thread, because a context is current per thread.
 void DriverCopyEngine::enter() {
   if (has_entered_) return;
   driver_->require(driver_->context_set_current(driver_->context()), "cuCtxSetCurrent");
@@ -92,8 +92,8 @@ void DriverCopyEngine::copy_back(std::uint8_t* to, const std::uint8_t* from, std
   note_queued();
 }
 
-// Where the driver refuses it, entries are seen from the next step on: the host's table is copied
-// to the device ahead of each.
+// If the driver refuses, entries become visible at the next step: the host's table is copied to the
+// device before each step.
 void DriverCopyEngine::publish(std::int64_t key, std::int64_t address) {
   enter();
   if (!can_write_) return;

@@ -1,5 +1,5 @@
-// Copies to a GPU by calls of its driver, whose library is loaded when it is first asked for: no
-// build needs CUDA. Each function is asked for as CUDA 12 had it (see driver.py).
+// Copies to a GPU through its driver, whose library is loaded at first use, so no build needs CUDA.
+// The versions of functions are those of CUDA 12 (see driver.py).
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace tandem {
 
-// The driver's functions, and the context that was current where it was made: that of the thread
-// which uses the GPU. Throws std::runtime_error, one sentence, for what is missing. The library
-// stays loaded: torch uses it too.
+// The driver's functions, and the context that was current at construction, which must be that of
+// the thread that uses the GPU. Throws std::runtime_error with a sentence for what is missing. The
+// library stays loaded, because torch uses it too.
 class Driver {
  public:
   explicit Driver(const std::string& library);
@@ -36,7 +36,7 @@ class Driver {
   int (*write_value)(Handle stream, Address, std::uint64_t, unsigned flags);  // may be null
 
   Handle context() const { return context_; }
-  void require(int code, const char* what) const;  // throws what the driver says of a code
+  void require(int code, const char* what) const;  // throws the driver's message for an error code
 
  private:
   template <typename Function>
@@ -48,10 +48,10 @@ class Driver {
   Handle context_ = nullptr;
 };
 
-// A stream of its own, of the lowest priority. Its calls come from one thread.
+// Has its own stream of the lowest priority. One thread makes all calls.
 class DriverCopyEngine : public CopyEngine {
  public:
-  // The device's table begins at `table`, entries by key.
+  // `table` is the address of the device's table, with one entry per key.
   DriverCopyEngine(std::shared_ptr<Driver> driver, std::uint64_t table);
   ~DriverCopyEngine() override;
   DriverCopyEngine(const DriverCopyEngine&) = delete;
@@ -74,7 +74,7 @@ class DriverCopyEngine : public CopyEngine {
   const std::uint64_t table_;
   bool can_write_, has_entered_ = false;
   Driver::Handle stream_ = nullptr;
-  std::deque<Driver::Handle> queued_;  // an event behind each operation
+  std::deque<Driver::Handle> queued_;  // an event after each operation
   std::int64_t num_queued_ = 0;
   std::vector<Driver::Handle> spare_;
 };

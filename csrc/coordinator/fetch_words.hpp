@@ -1,10 +1,10 @@
-// One word for each expert that is copied for the layer that runs: who computes it.
+// One word for each expert that is copied for the current layer. It says who computes the expert:
 //
-//   open -> landed    by the thread that copies, behind the last byte: the device computes it
-//   open -> claimed   by the thread that answers, when the bytes have not come in time: the CPU
+//   open -> landed    by the copying thread, after the last byte: the device computes it
+//   open -> claimed   by the answering thread, if the bytes have not come in time: the CPU does
 //
-// One of the two is first, whatever happens. A word is used again for a later fetch, with another
-// number in it, so a copy that ends after its layer changes nothing.
+// Only one of the two succeeds. A word is reused for a later fetch with another number in it, so a
+// copy that ends after its layer changes nothing.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ namespace tandem {
 
 class FetchWord {
  public:
-  FetchWord() = default;  // of a copy that no layer waits for
+  FetchWord() = default;  // for a copy that no layer waits for
   FetchWord(std::atomic<std::uint64_t>* word, std::uint64_t number)
       : word_(word), open_(number << 2) {}
 
@@ -37,7 +37,7 @@ class FetchWord {
   std::uint64_t open_ = 0;
 };
 
-// The words of one layer at a time, opened by the thread that answers.
+// The words of one layer at a time. The answering thread opens them.
 class FetchWords {
  public:
   explicit FetchWords(std::int64_t most)

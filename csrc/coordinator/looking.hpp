@@ -1,4 +1,4 @@
-// How a thread waits for a word that another one sets within microseconds.
+// Waiting for a word that another thread sets within microseconds.
 #pragma once
 
 #include <thread>
@@ -7,13 +7,13 @@
 
 namespace tandem {
 
-// For so long a thread keeps its processor while it looks at a doorbell. Then it gives way between
-// looks: that costs nothing where no other thread waits for the processor; where the device itself
-// does (a CPU twin on a busy machine), 500 microseconds of spinning were 500 for each layer.
+// A thread spins on a doorbell for this long. After that it yields between looks, which costs
+// nothing if no other thread waits for the core. If the device itself waits for it (a CPU twin on a
+// busy machine), spinning for 500 microseconds delayed each layer by 500.
 constexpr double kSpinSeconds = 1e-5;
 constexpr int kSpins = 64;  // between two looks at the clock
 
-// What a thread does between two looks at a word.
+// Called between two looks at a word.
 class BetweenLooks {
  public:
   void operator()() {

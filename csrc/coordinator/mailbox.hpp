@@ -1,33 +1,35 @@
-// What a captured decode step and the host hand over to each other, in memory that both see: one
+// The interface between a captured decode step and the host, in memory that both see. There is one
 // mailbox for each number of tokens (of any sequences) that a step may have.
 //
-// A layer's block, each part from a multiple of 64 bytes on:
+// A layer's block; each part is aligned to 64 bytes:
 //
-//   doorbell  u32                   the device sets 1 behind what it has published, the host resets
-//   done      u32                   1: the device may go on; 0 from its publishing until then
-//   error     u32                   not 0: the step is lost; set by the host, before `done`
-//   guessed   u32                   1: `guess` is there; set by the device, reset between steps
+//   doorbell  u32                   the device sets it to 1 after publishing, the host resets it
+//   done      u32                   1: the device may go on; 0 from publishing until then
+//   error     u32                   not 0: the step is lost; set by the host before `done`
+//   guessed   u32                   1: `guess` is valid; set by the device, reset between steps
 //   choice    i32 (tokens, top_k)   the router's; outside 0..num_experts-1 is padding
 //   is_hit    i32 (tokens, top_k)   1: the device computes it, or it is padding; 0: the host does
 //   weights   f32 (tokens, top_k)   the router's, for policies that read them
-//   fetched   u64 (tokens, top_k)   where a miss lies that the host has copied meanwhile; 0: the
-//                                   host has computed it. Not read where nothing is ever fetched
-//   guess     i32 (tokens, top_k)   the next layer's choice, as its router would have it now;
-//                                   outside 0..num_experts-1 is padding. Written in steps that ask it
+//   fetched   u64 (tokens, top_k)   address of a miss that the host has meanwhile copied; 0: the
+//                                   host has computed it. Not read if nothing is ever fetched
+//   guess     i32 (tokens, top_k)   the next layer's choice if its router ran now; outside
+//                                   0..num_experts-1 is padding. Written in steps that ask for it
 //
-// Behind the blocks of all layers, shared by them:
+// After the blocks of all layers, shared by them:
 //
-//   hidden    (tokens, hidden_size) in the model's type; may be left as it is where nothing misses
+//   hidden    (tokens, hidden_size) in the model's type; need not be written if nothing misses
 //   results   f32 (tokens * top_k, hidden_size)   of the misses, not weighted
 //
-// Order. The device: choice, is_hit, weights, hidden, done = 0 (1 if nothing misses) -> doorbell = 1
-// -> its hits -> waits for done == 1 -> reads the results -> may publish the next layer. The host:
-// takes the doorbell (acquire), reads, writes fetched and the results of all other misses ->
-// done = 1 (release). The device reads fetched behind its wait, and computes what lies there before
-// it reads results. Where nothing misses the host never writes `done` or fetched. Flags, not
-// counters, because operations of a captured graph carry constants. Between steps all doorbells and
-// errors are 0, and all blocks have been read. In between, at any time behind the doorbell: guess ->
-// guessed = 1. Nobody waits for it for long, and nothing but copies ahead depends on it.
+// Order. The device: choice, is_hit, weights, hidden, done = 0 (1 if nothing misses) ->
+// doorbell = 1 -> its hits -> waits for done == 1 -> reads the results -> may publish the next
+// layer. The host: takes the doorbell (acquire), reads, writes fetched and the results of all other
+// misses -> done = 1 (release). The device reads fetched after its wait, and computes those experts
+// before it reads results. If nothing misses, the host never writes `done` or fetched.
+//
+// These are flags and not counters, because operations of a captured graph contain constants.
+// Between steps all doorbells and errors are 0, and all blocks have been read. At any time after
+// the doorbell: guess -> guessed = 1. The host waits for it only briefly, and only copies ahead
+// depend on it.
 #pragma once
 
 #include <cstddef>
@@ -63,7 +65,7 @@ struct MailboxLayout {
   }
 };
 
-// A mailbox in memory that is aligned to 64 bytes, zero at first, and outlives it.
+// A mailbox in memory that must be aligned to 64 bytes, zero at first, and outlive it.
 class Mailbox {
  public:
   Mailbox(const MailboxLayout& layout, std::uint8_t* memory) : layout_(layout), memory_(memory) {}

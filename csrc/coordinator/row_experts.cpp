@@ -6,7 +6,7 @@
 
 namespace tandem {
 
-// Tokens of one expert lie together, and keep their order.
+// Groups tokens by expert; within an expert they keep their order.
 void RowExperts::sort(const RowCall& call) {
   order_.clear();
   for (std::int64_t i = 0; i < call.num_tokens * call.top_k; ++i)
@@ -39,7 +39,7 @@ std::int64_t RowExperts::run(const ExpertLayout& layout, const ActivationSpec& a
   engine_.load(call.hidden, call.type, values, hidden_.data());
   ExpertCall work{active,         call.num_tokens, addresses_.data(), begin_.data(),
                   token_.data(),  hidden_.data(),  call.out};
-  if (call.num_tokens == 1) {  // each expert has one row, which goes where it belongs
+  if (call.num_tokens == 1) {  // each expert has one row, which can be written to its final place
     work.out_begin = order_.data();
     compute(layout, activation, work);
     return active;

@@ -1,6 +1,6 @@
-// Some routed tokens of a layer, each with the address of its expert, computed into the rows that
-// the combine of a decode step reads: row `token * top_k + k`. The misses on the host, the hits on
-// a CPU twin.
+// Computes some routed tokens of a layer, each with the address of its expert, into the rows that a
+// decode step combines: row `token * top_k + k`. These are the misses on the host, or the hits on a
+// CPU twin.
 #pragma once
 
 #include <cstdint>
@@ -16,19 +16,19 @@ struct RowCall {
   const std::uint8_t* const* experts;  // (num_tokens * top_k); null: not computed
   ValueType type;
   const void* hidden;  // (num_tokens, hidden_size)
-  float* out;          // (num_tokens * top_k, hidden_size); rows that are not computed stay
+  float* out;  // (num_tokens * top_k, hidden_size); rows that are not computed keep their content
 };
 
-// Works with the threads of an expert engine, which must outlive it; the caller holds its `busy`.
+// Uses the threads of an expert engine, which must outlive it. The caller holds `busy`.
 class RowExperts {
  public:
   explicit RowExperts(ExpertEngine& engine) : engine_(engine) {}
 
-  // Returns the number of experts that were computed.
+  // Returns the number of computed experts.
   std::int64_t run(const ExpertLayout& layout, const ActivationSpec& activation,
                    const RowCall& call);
 
-  // When the threads began and ended the last call's experts, by the steady clock.
+  // When work on the last call's experts began and ended, by the steady clock.
   double begun() const { return begun_; }
   double ended() const { return ended_; }
 
@@ -40,7 +40,7 @@ class RowExperts {
 
   ExpertEngine& engine_;
   std::vector<const std::uint8_t*> addresses_;
-  std::vector<std::int32_t> order_, begin_, token_;  // order: the rows of out, expert by expert
+  std::vector<std::int32_t> order_, begin_, token_;  // order_: rows of `out`, sorted by expert
   std::vector<float> hidden_, rows_;
   double begun_ = 0.0, ended_ = 0.0;
 };

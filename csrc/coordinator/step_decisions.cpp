@@ -11,7 +11,7 @@ void StepDecisions::begin_step() {
   if (begin()) policy_->begin_step(dense_);
 }
 
-// Tells whether the policy is to begin a step.
+// Returns whether the policy must begin a step.
 bool StepDecisions::begin() {
   if (std::exchange(has_begun_, true)) return false;
   num_decided_ = 0;
@@ -59,7 +59,7 @@ void StepDecisions::note(const LayerRecord& record) {
   policy_->warm_up(next);
 }
 
-// Of a step that is lost: what has got a slot is copied there all the same.
+// Called also after a lost step: experts that got a slot are copied there anyway.
 void StepDecisions::end_step() {
   has_begun_ = false;
   if (policy_ == nullptr) return;
@@ -67,7 +67,7 @@ void StepDecisions::end_step() {
   copying_.clear(policy_->end_step());
 }
 
-// Notes a layer about which something is decided now, once ended copies have been told.
+// Adds a layer about which something is decided now, after reporting the copies that have ended.
 DecidedLayer& StepDecisions::new_decided(std::int32_t layer, double now) {
   if (decided_.size() == num_decided_) decided_.emplace_back();
   DecidedLayer& here = decided_[num_decided_++];
@@ -104,7 +104,7 @@ void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> cho
   here.asked = copies_.asked;
 }
 
-// The active experts in ascending order, and how many tokens each has.
+// Counts tokens by active expert, in ascending order of experts.
 void StepDecisions::count(std::span<const std::int32_t> choice, Load& load) {
   load.experts.clear();
   load.tokens.clear();

@@ -1,7 +1,8 @@
-// What is decided about each layer of a captured step: ended copies are told to the policy, it
-// decides, its copies go to the copying thread, it learns. All on the answering thread: what is
-// fetched for the layer itself, and copied ahead for the next one, ahead of its answer, everything
-// else behind it, while the device goes on. Without a policy the caller decides between steps.
+// The decisions about each layer of a captured step. Reports ended copies to the policy, lets it
+// decide, hands its copies to the copying thread, and lets it learn, all on the answering thread.
+// Fetches for the layer itself, and copies ahead for the next one, come before the answer;
+// everything else comes after it, while the device goes on. Without a policy the caller decides
+// between steps.
 #pragma once
 
 #include <cstdint>
@@ -15,27 +16,29 @@
 
 namespace tandem {
 
-// What was decided about one layer, in the order in which it happened: first the arrivals.
+// What was decided about one layer, in the order in which it happened; arrivals came first.
 struct DecidedLayer {
-  std::int32_t layer;  // kNone: ahead of the first one
+  std::int32_t layer;  // kNone: before the first layer
   double now;
   std::vector<Arrival> arrivals;
-  std::vector<SlotCopy> ahead;   // of layers behind it
-  std::vector<SlotCopy> copies;  // into slots of the cache, fetched or not, or with their own
+  std::vector<SlotCopy> ahead;  // for later layers
+  // Into slots of the cache: fetched, inserted, or copied ahead earlier.
+  std::vector<SlotCopy> copies;
   std::vector<SlotCopy> staged;  // for one use
-  std::int64_t asked;            // staging slots that there should have been
+  std::int64_t asked;  // staging slots that were needed
 };
 
 class StepDecisions : public LayerDecisions {
  public:
-  // Both must outlive it.
+  // Both arguments must outlive this.
   StepDecisions(StepPolicy* policy, CopyingThread& copying)
       : policy_(policy), copying_(copying) {}
 
-  void set_dense_seconds(double seconds) { dense_ = seconds; }  // of a layer; between steps
+  void set_dense_seconds(double seconds) { dense_ = seconds; }  // per layer; set between steps
 
-  // Ahead of a launch, by the thread that launches, behind Coordinator::begin_step: copies ahead of
-  // what layers will use begin at once, so nothing on the device reads a slot. In the layers' order.
+  // Called by the launching thread before a launch and after Coordinator::begin_step. Copies ahead
+  // for known loads begin at once, because nothing on the device reads a slot. `known` is in the
+  // layers' order.
   void expect(std::vector<StepPolicy::KnownLoad> known);
 
   void begin_step() override;
@@ -46,7 +49,7 @@ class StepDecisions : public LayerDecisions {
   void note(const LayerRecord& record) override;
   void end_step() override;
 
-  // Of the last step; between steps, once.
+  // Returns the last step's layers; called once, between steps.
   std::span<const DecidedLayer> take_decided() {
     return {decided_.data(), std::exchange(num_decided_, 0)};
   }
@@ -61,14 +64,14 @@ class StepDecisions : public LayerDecisions {
   StepPolicy* policy_;  // may be null
   CopyingThread& copying_;
   double dense_ = 0.0;
-  Load load_, guess_;  // of the layer that runs, and of the next one
+  Load load_, guess_;  // of the current layer, and of the next one
   Ids tokens_of_;
-  std::vector<Place> places_;  // of the load's experts; empty: memory has all
-  StepCopies copies_;  // of the layer that runs
-  bool has_begun_ = false;  // the step
+  std::vector<Place> places_;  // of the load's experts; empty: memory has all experts
+  StepCopies copies_;  // of the current layer
+  bool has_begun_ = false;  // whether the step has begun
   bool is_decided_ = false;
   std::vector<Fetch> fetches_;
-  std::vector<DecidedLayer> decided_;  // their memory is used again
+  std::vector<DecidedLayer> decided_;  // reused
   std::size_t num_decided_ = 0;
 };
 

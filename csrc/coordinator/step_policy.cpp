@@ -159,8 +159,8 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
   return {fetches_, ahead_, inserts_, entered_, left_, asked_};
 }
 
-// An expert that an earlier step has fetched, and whose copy has not ended yet, is under way too:
-// the CPU has claimed it, and does so again.
+// An expert that an earlier step fetched and whose copy has not ended is also under way. The CPU
+// has claimed it and will do so again.
 const std::uint8_t* StepPolicy::states_of(std::int32_t layer) {
   const std::int64_t num = resident_.num_experts, first = layer * num;
   const std::uint8_t* states = resident_.state.data() + first;
@@ -177,7 +177,7 @@ LayerSlots StepPolicy::slots_of(std::int32_t layer, const Ids& experts, const st
           static_cast<std::int64_t>(resident_.free[layer].size())};
 }
 
-// The layer's problem, without the scores.
+// Sets up the layer's problem, without scores.
 void StepPolicy::pose(const std::uint8_t* states, const Ids& experts, const Ids& tokens,
                       double now) {
   tandem::pose(costs_, tokens, problem_);
@@ -194,8 +194,9 @@ bool StepPolicy::is_ahead(std::int32_t layer, std::int32_t expert) const {
   return std::find(resident_.ahead.begin(), resident_.ahead.end(), key) != resident_.ahead.end();
 }
 
-// Gives clear slots to experts of a layer that is published at `next_plan`, and of those behind it
-// that are known, which take as long: to as many as come until then, behind this layer's fetches.
+// Gives clear slots to experts of the layer that is published at `next_plan`, and of known layers
+// after it, each of which takes as long. Takes as many as arrive in time, after this layer's
+// fetches.
 void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double now,
                             double next_plan) {
   if (layer >= resident_.num_layers) return;
@@ -211,7 +212,7 @@ void StepPolicy::copy_ahead(std::int32_t layer, std::size_t num_fetched, double 
                expected_ahead(*predictor_, costs_, limits_.ahead, coming(layer, ready, next_plan)));
 }
 
-// Of a layer that is to be published then.
+// The same for a known layer, which is published at `published`.
 void StepPolicy::copy_known(const KnownLoad& known, double ready, double published) {
   const ComingLayer at = coming(known.layer, ready, published);
   Ids misses = known_misses(costs_, limits_.ahead, known.load, at);
@@ -219,7 +220,7 @@ void StepPolicy::copy_known(const KnownLoad& known, double ready, double publish
   insert_ahead(known.layer, misses);
 }
 
-// A layer to come, for which the link is free at `ready` and has carried what is copied ahead so far.
+// Describes a coming layer for which the link is free at `ready`, after the copies ahead so far.
 ComingLayer StepPolicy::coming(std::int32_t layer, double ready, double published) {
   const std::int64_t first = layer * resident_.num_experts;
   late_.clear();
@@ -239,7 +240,7 @@ void StepPolicy::insert_ahead(std::int32_t layer, const Ids& experts) {
   }
 }
 
-// Gives slots to admitted experts, those that were copied ahead their own.
+// Gives slots to admitted experts. Those that were copied ahead keep their own slots.
 void StepPolicy::enter(std::int32_t layer, const Admitted& admitted) {
   for (const auto& [entering, victim] : admitted) {
     if (victim != kNone) resident_.remove(layer, victim);
@@ -255,8 +256,8 @@ void StepPolicy::enter(std::int32_t layer, const Admitted& admitted) {
   }
 }
 
-// Issues the copies. Fetched experts (by position) without a slot get staging slots, as far as
-// there are some: the CPU computes the others.
+// Issues the copies. `fetched` are positions of experts; those without a slot get staging slots
+// while there are any, and the CPU computes the others.
 void StepPolicy::place(std::int32_t layer, const Ids& fetched, const Ids& experts, double now) {
   for (const std::int32_t i : fetched) {
     const std::int32_t expert = experts[i];

@@ -1,8 +1,8 @@
-// Knows the slots and the link while captured steps run, and asks the decider (csrc/decider) about each
-// layer: which misses are fetched for it, which get a slot for later, and who leaves for them; which
-// experts of layers to come are copied ahead. Decides what tandem.policy.planner decides for a step in
-// one graph, with the eviction `next-use` and one set of slots per layer, to the last bit; see there
-// for the reasons.
+// Keeps track of slots and the link while captured steps run, and asks the decider (csrc/decider)
+// about each layer: which misses are fetched for it, which get a slot for later, which experts they
+// replace, and which experts of later layers are copied ahead. Its decisions are equal, bit by bit,
+// to those of tandem.policy.planner for a step in one graph with the eviction `next-use` and one
+// set of slots per layer. The reasons are explained there.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 
 namespace tandem {
 
-// An expert on its way into a slot, from which `victim` goes (kNone: it was free).
+// A copy of an expert into a slot, where it replaces `victim` (kNone: the slot was free).
 struct SlotCopy {
   std::int32_t layer, expert, slot, victim;
 };
@@ -28,60 +28,66 @@ struct SlotCopy {
 // tandem.policy.residency.
 struct Resident {
   std::int64_t num_layers, num_experts;
-  std::vector<std::uint8_t> state;    // by key: kEmpty, kCopying, kReady
+  std::vector<std::uint8_t> state;  // by key: kEmpty, kCopying, kReady
   std::vector<std::int32_t> slot_of;  // by key; -1: none
-  std::vector<Ids> members;           // by layer: experts with a slot, in the order they got it
-  std::vector<Ids> free;              // by layer: slots, the last one is given first
-  Ids staging{};  // slots of experts that are fetched for one use
-  // Keys of experts that were copied ahead, which are no layer's members, and clear slots for more.
+  std::vector<Ids> members;  // by layer: experts with a slot, in the order in which they got it
+  std::vector<Ids> free;  // by layer: free slots, of which the last one is given first
+  Ids staging{};  // slots for experts that are fetched for one use
+  // Keys of experts that were copied ahead, which are members of no layer; and clear slots for
+  // more.
   std::vector<std::int64_t> ahead{};
   Ids free_ahead{};
 
   std::int32_t insert(std::int32_t layer, std::int32_t expert);  // returns the slot
   void remove(std::int32_t layer, std::int32_t expert);
   std::int32_t insert_ahead(std::int64_t key);                  // returns the slot
-  void adopt(std::int32_t layer, std::int32_t expert);  // one that was copied ahead: a member now
-  std::vector<std::int64_t> release_ahead();  // those that are ready leave; returns their keys
+  // Makes an expert that was copied ahead a member.
+  void adopt(std::int32_t layer, std::int32_t expert);
+  std::vector<std::int64_t> release_ahead();  // removes those that are ready; returns their keys
   bool has_every_expert() const;
 };
 
-// A copy for the layer that runs.
+// A copy for the current layer.
 struct FetchCopy {
   SlotCopy copy;
-  bool is_staged;  // for this use alone
-  // When it is expected, and what the CPU would need for it. It is waited for until then and for as
-  // long again as computing takes: who waits for less claims too many, as copies vary and a thread
-  // that sleeps wakes up late; who waits for more pays more than the computing is worth.
+  bool is_staged;  // only for this use
+  // When the copy is expected, and how long the CPU would take. The layer waits until the copy is
+  // expected, and then as long again as computing takes. Waiting less would claim too many experts,
+  // because copies vary and a sleeping thread wakes up late; waiting longer would cost more than
+  // computing.
   double arrives, cpu_seconds;
 };
 
-// The copies of a layer; the link serves them in the order of the first three.
+// The copies of a layer. The link serves the first three in this order.
 struct StepCopies {
   std::span<const FetchCopy> fetch;
-  std::span<const SlotCopy> ahead;    // for layers to come, into clear slots
-  std::span<const SlotCopy> insert;   // for later steps
-  std::span<const SlotCopy> entered;  // who got a slot, by a copy or with its own, in this order
-  std::span<const std::int64_t> left;  // keys of those from whose slots nothing is copied over yet
-  std::int64_t asked = 0;             // staging slots that there should have been
+  std::span<const SlotCopy> ahead;  // into clear slots, for later layers
+  std::span<const SlotCopy> insert;  // for later steps
+  // Experts that got a slot, by a copy or with the slot of a copy ahead, in this order.
+  std::span<const SlotCopy> entered;
+  // Keys of experts that lost their slot, which no copy overwrites yet.
+  std::span<const std::int64_t> left;
+  std::int64_t asked = 0;  // staging slots that were needed
 };
 
 class StepPolicy {
  public:
   struct Limits {
-    std::int64_t max_fetches = 0;  // of one layer
+    std::int64_t max_fetches = 0;  // per layer
     AheadLimits ahead;
-    int hint_factor = 1;  // of routers that are asked; see RegressionPredictor::hint
+    int hint_factor = 1;  // for routers that are asked; see RegressionPredictor::hint
   };
 
-  // A table for each layer; these and `predictor` must outlive it. Without it nothing is predicted.
+  // One table per layer. Tables and `predictor` must outlive this. Without a predictor nothing is
+  // predicted.
   StepPolicy(Costs costs, const Limits& limits, std::vector<NextUseTable*> tables,
              Resident resident, RegressionPredictor* predictor = nullptr);
 
-  // Between steps: takes the place of what is known. `pending` are the keys whose copies have not
-  // ended, of experts with a slot and of those that were fetched for one use.
+  // Replaces the state; called between steps. `pending` are the keys of copies that have not ended,
+  // of experts with a slot and of those fetched for one use.
   void load(Resident resident, double link_free_at, const std::vector<std::int64_t>& pending);
-  // Between steps. `predicts` tells whether experts of the next layer are copied ahead, `asks`
-  // whether its router is asked for that.
+  // Called between steps. `predicts`: experts of the next layer are copied ahead; `asks`: its
+  // router is asked for that.
   void set_rule(Rule rule, bool predicts = false, bool asks = false) {
     rule_ = rule;
     predicts_ = predicts && predictor_ != nullptr;
@@ -90,42 +96,42 @@ class StepPolicy {
   const Resident& resident() const { return resident_; }
   double link_free_at() const { return link_free_at_; }
 
-  // What a layer that is routed by token will use: its tokens are known before the step begins.
+  // The load of a layer that is routed by token, which is known before the step begins.
   struct KnownLoad {
     std::int32_t layer;
     Load load;
   };
 
-  // `known` are in the layers' order. Returns what is copied ahead of them at once.
+  // `known` is in the layers' order. Returns the copies ahead for it that begin at once.
   StepCopies begin_step(double dense_seconds, std::vector<KnownLoad> known = {}, double now = 0.0);
 
-  // Returns the keys of experts that were copied ahead and leave: their slots are clear once their
-  // entries are.
+  // Returns the keys of experts that were copied ahead and leave. Their slots are clear when their
+  // entries are cleared.
   std::vector<std::int64_t> end_step() { return resident_.release_ahead(); }
 
-  // Whether a layer is to be decided ahead of its answer: something may be copied for it, or ahead.
+  // Whether a layer is decided before its answer, because something may be copied for it or ahead.
   bool decides_first(std::int32_t layer) const {
     return !has_every_expert_ && (fetches() || predicts_ || knows_behind(layer));
   }
-  // Whether the router behind a layer is asked: not where it is known what it chooses.
+  // Whether the next layer's router is asked; not if its choice is known.
   bool asks(std::int32_t layer) const {
     const auto is_next = [&](const KnownLoad& known) { return known.layer == layer + 1; };
     return asks_ && !has_every_expert_ && std::none_of(known_.begin(), known_.end(), is_next);
   }
-  // Whether it is known what a layer behind this one will use.
+  // Whether the load of a later layer is known.
   bool knows_behind(std::int32_t layer) const {
     return !known_.empty() && known_.back().layer > layer;
   }
 
-  // By what a layer uses now, and what the next one is guessed to use (none: unknown). Of a model over
-  // a disk `places` say where memory has each of its experts, kInSlot for those that are no misses.
+  // Decides by the layer's load and the next layer's guessed load (empty: unknown). Over a disk,
+  // `places` says where memory has each of its experts: kInSlot for hits.
   StepCopies decide(std::int32_t layer, const Load& load, const Load& guess, double now,
                     const std::vector<Place>& places = {});
   void copy_finished(std::int32_t layer, std::int32_t expert, double now);
   void learn(std::int32_t layer);
-  // Behind the answer to the layer before: does much of what `decide` will do, by what the layer used
-  // last, and decides nothing. Experts that were computed have displaced tables and code from the
-  // processor's caches, and ahead of a first miss their way back is what a decision takes.
+  // Called after the previous layer's answer: runs much of `decide` on the layer's last load, and
+  // decides nothing. Computing experts has displaced tables and code from the CPU's caches, and
+  // loading them again would take most of the time of a decision before a first miss.
   void warm_up(std::int32_t layer);
 
  private:
@@ -153,16 +159,16 @@ class StepPolicy {
   RegressionPredictor* predictor_;
   bool predicts_ = false, asks_ = false;
   std::vector<Load> last_loads_;  // by layer
-  std::size_t num_warmed_ = 0;  // so that no compiler leaves it out
+  std::size_t num_warmed_ = 0;  // a result, so that the compiler keeps the call
   LayerProblem problem_;
   std::vector<FetchCopy> fetches_;
   std::vector<SlotCopy> ahead_, inserts_, entered_;
   std::vector<std::int64_t> left_;
-  std::vector<KnownLoad> known_;  // of the step
+  std::vector<KnownLoad> known_;  // of the current step
   std::int64_t asked_ = 0;
-  std::vector<std::int64_t> staged_;   // keys that were fetched for one use, not yet ended
-  Ids late_;  // of these the experts of a layer to come
-  std::vector<std::uint8_t> states_;  // of the layer, if it has some of these
+  std::vector<std::int64_t> staged_;  // keys of copies for one use that have not ended
+  Ids late_;  // those of `staged_` that belong to a coming layer
+  std::vector<std::uint8_t> states_;  // of a layer with such keys
   double dense_ = 0.0, link_free_at_ = 0.0;
   std::int64_t num_pending_ = 0;  // copies that have not ended
   bool has_every_expert_ = false;

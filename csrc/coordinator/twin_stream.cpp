@@ -80,7 +80,7 @@ void TwinStream::publish(const TwinCall& call) {
   for (std::int64_t i = 0; i < layout.pairs(); ++i) {
     const std::int64_t expert = i < active ? call.index[i] : -1;
     const bool is_padding = expert < 0 || expert >= num_experts;
-    // Read once: what the hits read, and who is a miss, are one decision.
+    // Read once, so that hits and misses follow from the same value.
     const std::int64_t address = is_padding ? 0 : load_acquire(table + expert);
     used_[i] = reinterpret_cast<const std::uint8_t*>(address);
     choice[i] = is_padding ? -1 : static_cast<std::int32_t>(expert);
@@ -112,7 +112,8 @@ void TwinStream::wait(std::int64_t layer) {
     }
     std::this_thread::yield();
     const double now = steady_seconds();
-    waited += std::min(now - last, kLongestLook);  // longer, and the whole process was stopped
+    // A longer time means that the whole process was stopped.
+    waited += std::min(now - last, kLongestLook);
     last = now;
     if (patience_ > 0.0 && waited > patience_)
       throw StepLost("MoE layer " + std::to_string(layer) + " was not answered in time");
@@ -122,7 +123,7 @@ void TwinStream::wait(std::int64_t layer) {
                    " was answered with an error: the thread that answers has ended");
 }
 
-// The second launch: over the misses that the host has brought, and over none where nothing misses.
+// The second launch: computes the misses that the host has copied; nothing if there are no misses.
 void TwinStream::add_fetched(const TwinCall& call) {
   const RoutedLayer& layer = layers_[call.layer];
   const MailboxLayout& layout = box_.layout();

@@ -1,6 +1,6 @@
-// A CPU twin of what a captured decode step does for its experts: publish, hits, wait, hits of what
-// was fetched meanwhile, combine. It stands for a GPU's stream in tests.
-// It can be late at every moment at which a GPU may be.
+// A CPU twin of what a captured decode step does for its experts: publish, compute hits, wait,
+// compute what was meanwhile fetched, combine. In tests it stands in for a GPU's stream, and can be
+// late wherever a GPU may be.
 #pragma once
 
 #include <atomic>
@@ -16,40 +16,41 @@
 
 namespace tandem {
 
-// One layer's tokens as the model has them, at most the mailbox's rows; other rows are idle.
+// One layer's tokens, at most as many as the mailbox has rows; the other rows are padding.
 struct TwinCall {
   std::int64_t layer, num_tokens;
   const void* hidden;         // (num_tokens, hidden_size) in the mailbox's type
   const std::int64_t* index;  // (num_tokens, top_k)
   ValueType weight_type;
   const void* weights;  // (num_tokens, top_k)
-  void* out;            // as hidden
+  void* out;  // same type as hidden
 };
 
 class TwinStream {
  public:
-  // `addresses` (num_layers, most experts of a layer) says where experts lie, 0: nowhere. All of it
-  // outlives the twin; the caller holds `engine.busy()` while it runs. Delays: up to so many
-  // microseconds at a time, drawn from `seed`.
+  // `addresses` (num_layers, most experts of a layer) has the experts' addresses; 0: none. All
+  // arguments must outlive the twin, and the caller holds `engine.busy()` while it runs.
+  // `most_delay` is the longest delay in microseconds, drawn from `seed`.
   TwinStream(std::vector<RoutedLayer> layers, const Mailbox& box, const std::int64_t* addresses,
              ExpertEngine& engine, int most_delay, unsigned seed);
 
-  // Gives a layer up that is not answered for so long: throws StepLost, also for one that is
-  // answered with an error. 0: waits on, as a GPU does.
+  // Throws StepLost for a layer that is not answered within this time, or answered with an error.
+  // 0: waits forever, like a GPU.
   void set_patience(double seconds) { patience_ = seconds; }
 
-  // Does one layer in the caller's thread; returns when its results are combined.
+  // Runs one layer in the caller's thread; returns when its results are combined.
   void run(const TwinCall& call);
 
-  // By layer, what the next one is guessed to choose, (num_rows, top_k) each; empty: not asked.
+  // The guessed choice of the next layer, by layer, (num_rows, top_k) each; empty: not asked.
   void set_guesses(std::vector<std::vector<std::int32_t>> guesses) {
     guesses_ = std::move(guesses);
   }
 
-  // Works for so long ahead of each layer, as a GPU at attention does.
+  // Spins for this time before each layer, as a GPU computes attention.
   void set_dense_seconds(double seconds) { dense_seconds_ = seconds; }
 
-  // Of the last step, by layer and the steady clock: the doorbell, and the end of the wait.
+  // Of the last step, by layer: times of the doorbell and of the end of the wait, by the steady
+  // clock.
   struct Times {
     double rung, went_on;
   };
@@ -66,12 +67,12 @@ class TwinStream {
   const std::vector<RoutedLayer> layers_;
   const Mailbox box_;
   const std::int64_t* addresses_;
-  const std::int64_t row_of_table_;  // entries of a layer
+  const std::int64_t row_of_table_;  // entries per layer
   ExpertEngine& engine_;
   RowExperts hits_;
   const int most_delay_;
   std::mt19937 random_;
-  // The addresses that publish has read, and those that the host has answered with.
+  // The addresses that were read when publishing, and those in the host's answers.
   std::vector<const std::uint8_t*> used_, fetched_;
   std::vector<float> rows_, weights_, sums_;
   std::vector<std::int32_t> row_of_;
@@ -80,8 +81,8 @@ class TwinStream {
   double dense_seconds_ = 0.0, patience_ = 0.0;
 };
 
-// A whole step on a thread of its own, for tests: layers one after the other, in memory that lives
-// until `join`. With `stops_before` it ends ahead of a layer, as a GPU that hangs.
+// Runs a whole step on its own thread, for tests. The memory must stay valid until `join`. With
+// `stops_before` it ends before that layer, like a GPU that hangs.
 class TwinStep {
  public:
   TwinStep(TwinStream& stream, std::vector<TwinCall> calls, std::int64_t stops_before);

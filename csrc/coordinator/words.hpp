@@ -1,5 +1,5 @@
-// Words of memory that another processor reads and writes too: a GPU, or the thread of a CPU twin.
-// The compilers' builtins, because the memory is not ours to declare as atomic.
+// Words in memory that another processor also reads and writes: a GPU, or the thread of a CPU twin.
+// They use the compiler's builtins, because this memory cannot be declared as atomic.
 #pragma once
 
 #include <chrono>
@@ -13,7 +13,7 @@
 
 namespace tandem {
 
-// Seconds of the steady clock, which is Python's time.perf_counter.
+// Seconds of the steady clock, which is also Python's time.perf_counter.
 inline double steady_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -28,14 +28,14 @@ void store_release(Word* word, Word value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
 
-// Sets a word from 1 to 0. Returns whether it was 1: of several that try, one.
+// Sets a word from 1 to 0; returns whether it was 1. Of several threads that try, one succeeds.
 inline bool take(std::uint32_t* word) {
   if (load_acquire(word) != 1) return false;
   std::uint32_t wanted = 1;
   return __atomic_compare_exchange_n(word, &wanted, 0, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-// Tells the processor that this is a loop which waits.
+// Tells the processor that this is a spin loop.
 inline void pause() {
 #if defined(__x86_64__)
   _mm_pause();

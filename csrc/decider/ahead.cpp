@@ -6,7 +6,7 @@
 namespace tandem {
 namespace {
 
-// As tandem.policy.prefetch.
+// Same as in tandem.policy.prefetch.
 constexpr std::int64_t kLayersPerChance = 512;
 constexpr std::int64_t kFull = 16 * kLayersPerChance, kEnough = 8 * kLayersPerChance;
 
@@ -19,8 +19,8 @@ double cpu_seconds_of(const Costs& costs, const Load& load, std::int32_t expert)
   return seconds_of(costs.cpu, load.tokens[at - load.experts.begin()]);
 }
 
-// Where the layer's router has been asked, a copy may also end later than the layer begins, if the CPU
-// would need longer still.
+// If the layer's router has been asked, a copy may end after the layer begins, provided the CPU
+// would take even longer.
 std::int64_t copies_in_time(const RegressionPredictor& predictor, const Costs& costs,
                             const ComingLayer& coming) {
   const double idle = coming.needed_at - coming.begin;

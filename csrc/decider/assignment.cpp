@@ -56,7 +56,8 @@ Split never_worse_than_cpu(Rule rule, const LayerProblem& problem, Split found) 
     else
       seconds += problem.cpu[i];
   }
-  if (rule != Rule::kDaliInGraph) seconds += problem.cpu_first;  // DALI's equations have no first
+  // DALI's equations have no surcharge for the first expert.
+  if (rule != Rule::kDaliInGraph) seconds += problem.cpu_first;
   sort_stably(on_disk,
               [&](std::int32_t a, std::int32_t b) { return problem.cpu[a] > problem.cpu[b]; });
   const AsRead as_read(problem, on_disk);

@@ -1,8 +1,10 @@
-// Who computes each active expert of a layer, and which absent ones are copied for it: the rules of
-// tandem.policy.assignment that have a native form, to the last bit; see there for the reasons.
+// Decides who computes each active expert of a layer, and which absent ones are copied for it: the
+// rules of tandem.policy.assignment that have a native form. Results are equal bit by bit; the
+// reasons are explained there.
 //
-// In a step that is one graph hits are the device's, which has published them, and an expert whose
-// copy is under way is the CPU's. In a planned one everything may be everybody's.
+// In a step that is one graph, hits stay on the device, which has published them, and the CPU
+// computes experts whose copy is under way. In a planned step either processor may compute any
+// expert.
 #pragma once
 
 #include <cstdint>
@@ -18,44 +20,45 @@ namespace tandem {
 enum class Rule : std::uint8_t { kReadyOnGpu, kBalancedInGraph, kDaliInGraph, kBalanced };
 constexpr int kNumAssignments = 4;
 
-// What things cost on one machine, in seconds; as tandem.policy.cost has them.
+// Costs on one machine in seconds, as in tandem.policy.cost.
 struct Costs {
-  std::vector<double> cpu, gpu;  // of an expert, by tokens
-  double cpu_first;  // on top, if the CPU has any
-  double link;  // one copy
+  std::vector<double> cpu, gpu;  // per expert, by tokens
+  double cpu_first;  // added once if the CPU computes any expert
+  double link;  // per copy
   double cpu_slowdown = 1.0;  // factor on CPU seconds while the link is busy
-  double link_slowdown = 1.0;  // factor in `link`, which a CPU without experts would not cost
-  double copy_wake = 0.0;  // of the copying thread, ahead of a fetch and behind it
-  double read = 0.0;  // of a disk, one expert
+  // Factor contained in `link`, which does not apply if the CPU computes no experts.
+  double link_slowdown = 1.0;
+  double copy_wake = 0.0;  // time that the copying thread needs before and after a fetch
+  double read = 0.0;  // per expert from a disk
 };
 
-// Throws std::out_of_range for more tokens than costs go to.
+// Throws std::out_of_range if there are more tokens than costs.
 double seconds_of(const std::vector<double>& by_tokens, std::int32_t tokens);
 
-// The active experts of a layer, all by position; as tandem.policy.assignment.problem has them.
+// The active experts of a layer, all by position; as in tandem.policy.assignment.problem.
 struct LayerProblem {
   std::vector<double> cpu, gpu;  // seconds
-  std::vector<double> wait;  // until it is there: 0 ready, negative: absent
+  std::vector<double> wait;  // until it has arrived: 0 ready, negative: absent
   Scores scores;
   double cpu_first, link, link_busy;
   double cpu_slowdown, link_slowdown, copy_wake;
   std::int64_t max_fetches;
-  double read;  // of a disk, one expert
-  std::vector<Place> places;  // where memory over a disk has each of them; empty: it has all
+  double read;  // per expert from a disk
+  std::vector<Place> places;  // where memory over a disk has each; empty: memory has all
 
   bool is_on_disk(std::int32_t i) const { return !places.empty() && places[i] == Place::kOnDisk; }
 };
 
-// Writes what a layer's experts cost, by the tokens of each.
+// Writes the costs of a layer's experts, by the tokens of each.
 void pose(const Costs& costs, const Ids& tokens, LayerProblem& problem);
 
 using Positions = Ids;
 
-// Those that take the CPU longest first; of equals those of the higher score.
+// Sorts by CPU time, longest first; if equal, by score, highest first.
 void sort_by_cpu(const LayerProblem& problem, Positions& order);
 
-// Of experts that a disk reads for the CPU, in this order: its seconds, and when it is done with them
-// if it has nothing else to do.
+// Experts that are read from a disk for the CPU, in this order: the CPU's seconds, and when it is
+// done if it has nothing else to do.
 struct AsRead {
   double seconds = 0.0, done = 0.0;
 
@@ -63,21 +66,21 @@ struct AsRead {
 };
 
 struct Split {
-  Positions fetch;  // absent ones that the device takes, in the order of their copies
-  Positions spill;  // those with a slot that the CPU takes
+  Positions fetch;  // absent experts for the device, in the order of their copies
+  Positions spill;  // experts with a slot that the CPU computes
   double gpu_seconds, cpu_seconds;
 };
 
 Split split(Rule rule, const LayerProblem& problem);
 
-// The rules: one by one for planned steps, and those for steps in one graph.
+// The rules: one for planned steps, and those for steps in one graph.
 Split balanced(const LayerProblem& problem);
 Split in_graph(Rule rule, const LayerProblem& problem);
 
-// The split that a planned step follows: all on the CPU, where the rule's costs say that it is sooner.
+// The split of a planned step: everything on the CPU if that is faster by the rule's costs.
 Split never_worse_than_cpu(Rule rule, const LayerProblem& problem, Split found);
 
-// Added up one by one, in the order that is written here: all who decide do.
+// Adds one by one in the given order, as all implementations must.
 inline double added(const std::vector<double>& seconds, const Positions& positions) {
   double total = 0.0;
   for (const std::int32_t i : positions) total += seconds[i];

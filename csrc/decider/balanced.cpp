@@ -1,4 +1,4 @@
-// tandem.policy.assignment.balanced: every number of fetches with every number of spills.
+// tandem.policy.assignment.balanced: tries every number of fetches with every number of spills.
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -12,15 +12,15 @@ namespace {
 using Seconds = std::vector<double>;
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
-// When experts that arrive at these times are done, if the GPU computes nothing else.
+// When experts that arrive at these times are computed, if the GPU computes nothing else.
 double one_after_another(const std::vector<std::pair<double, double>>& arrivals) {
   double done = 0.0;
   for (const auto& [arrival, seconds] : arrivals) done = std::max(done, arrival) + seconds;
   return done;
 }
 
-// Those with a slot, first spilled first, and by number of spills: what is left to the GPU, and the
-// CPU's, up to the first one that memory lacks.
+// Experts with a slot, in the order in which they are spilled. By number of spills: the GPU's
+// remaining time, and the CPU's, up to the first expert that memory lacks.
 struct Residents {
   Positions order;
   Seconds left, floor;  // GPU seconds; the end of arrivals
@@ -37,7 +37,7 @@ struct Residents {
       return cpu_over_gpu(a) < cpu_over_gpu(b);
     });
     left = floor = spilled = {0.0};
-    std::vector<std::pair<double, double>> under_way;  // arrival, GPU seconds
+    std::vector<std::pair<double, double>> under_way;  // (arrival, GPU seconds)
     for (auto i = order.rbegin(); i != order.rend(); ++i) {
       left.push_back(left.back() + problem.gpu[*i]);
       if (problem.wait[*i] != 0.0) {
@@ -57,7 +57,7 @@ struct Residents {
   }
 };
 
-// By number of fetches: GPU seconds of the fetched, and when the last of them is done.
+// By number of fetches: GPU seconds of the fetched experts, and when the last of them is computed.
 struct Fetches {
   Seconds total{0.0}, done{0.0};
 
@@ -72,15 +72,16 @@ struct Fetches {
   }
 };
 
-// What a disk's reads add to a layer if so many of the experts that it reads are fetched: the CPU's are
-// read before them.
+// What reads from a disk add to a layer if `fetch` of the experts that it reads are fetched. The
+// CPU's are read before them.
 struct Read {
   std::size_t fetch;
-  bool is_cpus;  // whether the CPU has any of them
+  bool is_cpus;  // whether the CPU computes any of them
   AsRead on_cpu;
   double gpu_seconds = 0.0;
-  double behind_link = -kForever;  // the last is done so long after other copies, if read early
-  double behind_reads = -kForever;  // the last is done, if there are no other copies
+  // Time from the end of other copies until the last is done, if reads are early.
+  double behind_link = -kForever;
+  double behind_reads = -kForever;  // when the last is done, if there are no other copies
 
   Read(const LayerProblem& problem, std::span<const std::int32_t> on_disk, std::size_t num_fetched,
        double link)
@@ -101,7 +102,8 @@ struct Read {
     }
   }
 
-  // When the last fetched expert is done if others are copied first, done by then.
+  // Returns when the last fetched expert is computed if `others` are copied first and computed at
+  // `done`.
   double copied(const LayerProblem& problem, double link, std::size_t others, double done) const {
     const double busy = problem.link_busy + static_cast<double>(others) * link;
     return std::max({done + gpu_seconds, busy + behind_link, behind_reads});
@@ -115,7 +117,7 @@ struct Pair {
   double later() const { return std::max(gpu_seconds, cpu_seconds); }
 };
 
-// The pair with the least maximum of both times, beside these reads.
+// The pair for which the later of both times is least, with these reads.
 Pair best_pair(const LayerProblem& problem, const Positions& absent, const Fetches& fetches,
                const Residents& residents, const Read& read) {
   const std::size_t last = residents.spilled.size() - 1;
@@ -173,7 +175,7 @@ Split balanced(const LayerProblem& problem) {
     if (found.later() < best.later()) best = found;
   }
   if (problem.link_slowdown > 1.0 && problem.max_fetches >= static_cast<std::int64_t>(num_absent)) {
-    // Without the CPU copies are as fast as the link alone.
+    // If the CPU computes nothing, copies are not slowed down.
     const double link = problem.link / problem.link_slowdown;
     const Fetches alone(problem, absent, link);
     const Read read(problem, on_disk, on_disk.size(), link);

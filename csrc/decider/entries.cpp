@@ -12,8 +12,9 @@ bool contains(const Ids& experts, std::int32_t expert) {
   return std::find(experts.begin(), experts.end(), expert) != experts.end();
 }
 
-// Those that leave first, at most so many: the lowest scores, of equals the lowest number, or who came
-// first (`by_number` false). What may not leave is asked of those alone that would: few.
+// Returns the experts that leave first, at most `most`: those with the lowest scores; if equal,
+// those with the lowest number, or those that came first (`by_number` false). Whether an expert may
+// leave is checked only for these few.
 Ids lowest(const LayerSlots& layer, std::size_t most, bool by_number) {
   Ids found;
   if (most == 0) return found;

@@ -13,7 +13,8 @@ namespace {
 struct Published {
   double held_seconds = 0.0;
   Positions absent, under_way;
-  Positions in_memory, coming;  // for the CPU: of those under way, and what passes through memory
+  // For the CPU: experts under way that memory has, and those that pass through memory.
+  Positions in_memory, coming;
 
   explicit Published(const LayerProblem& problem) {
     for (std::size_t i = 0; i < problem.wait.size(); ++i) {
@@ -36,7 +37,7 @@ struct Published {
   }
 };
 
-// When the CPU has computed what is read, too, the rest being done at `cpu`.
+// Returns when the CPU has also computed the experts that are read; the others are done at `cpu`.
 double with_reads(const LayerProblem& problem, const Published& layer, double cpu) {
   double end = 0.0;
   for (const std::int32_t i : layer.coming) {
@@ -55,8 +56,8 @@ struct Price {
   double later() const { return std::max(gpu, cpu); }
 };
 
-// The second launch waits for the hits, for the CPU's share and for the last copy. `is_fetched` says
-// by position what `fetch` says: a layer is priced once for each number of fetches.
+// The second launch waits for the hits, for the CPU's share and for the last copy. `is_fetched` has
+// the content of `fetch` by position, because a layer is priced once for each number of fetches.
 Price priced(const LayerProblem& problem, const Published& layer,
              std::span<const std::int32_t> fetch, const std::vector<std::uint8_t>& is_fetched) {
   const bool is_cpu_used =

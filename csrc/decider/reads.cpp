@@ -6,7 +6,7 @@
 namespace tandem {
 namespace {
 
-// As tandem.policy.reads.
+// Same as in tandem.policy.reads.
 constexpr std::int64_t kMostStepTokens = 32;
 
 }  // namespace

@@ -10,9 +10,9 @@ namespace tandem {
 namespace {
 
 constexpr double kHalveAt = 1e6;
-constexpr int kHintWeights = 3;                 // not named, named by one token, by several
-constexpr int kHintLevels = 9;                  // of two sources
-constexpr double kTieBreak = 1.0 / 1024;        // of the expected tokens, among equal chances
+constexpr int kHintWeights = 3;  // not named, named by one token, named by several
+constexpr int kHintLevels = 9;  // of two sources
+constexpr double kTieBreak = 1.0 / 1024;  // per expected token; breaks ties between equal chances
 
 double expected_tokens(std::uint32_t score) {
   return (static_cast<double>(score) - kSumOffset) / kOne;
@@ -41,7 +41,7 @@ double Forecast::rank(std::int32_t expert) const {
 }
 
 Ids Forecast::best(const std::uint8_t* states, std::int64_t most, double least) const {
-  double floor = least;  // of a rank
+  double floor = least;  // lower limit of a rank
   if (chances_.empty()) {
     std::size_t bin = 0;
     while (bin < frequencies_.size() && frequencies_[bin] <= least) ++bin;
@@ -85,7 +85,7 @@ void RegressionPredictor::load(State state) {
 }
 
 void RegressionPredictor::begin_step(const std::vector<std::int64_t>& tokens) {
-  learn();  // with the rows of the tokens that were
+  learn();  // before the previous tokens' rows are replaced
   above_.clear();
   for (Levels& levels : levels_) levels.clear();
   const bool is_prompt = tokens.size() > static_cast<std::size_t>(tables_.max_tokens());
@@ -119,7 +119,7 @@ void RegressionPredictor::observe(std::int32_t layer, const Ids& experts, const 
   above_ = experts;
 }
 
-// Keeps a lesson for later; what is counted, is counted now.
+// Stores a lesson for later; counts are updated now.
 void RegressionPredictor::note(std::int32_t layer, const Ids& experts, const Ids& tokens) {
   if (!has_rows(layer)) return;
   Levels& levels = levels_[layer];
@@ -149,7 +149,7 @@ Scores RegressionPredictor::scores(std::int32_t layer) {
   return tables_.scores(layer, above_, state_.before.at(layer));
 }
 
-// Counts how a forecast came out, and the hints beside it.
+// Counts how often a forecast came true, and its hints.
 void RegressionPredictor::count(Counts& counts, const Scores& scores, const Ids& active,
                                 const Levels& levels) {
   const std::size_t bins = frequencies_.size();
@@ -166,7 +166,7 @@ void RegressionPredictor::count(Counts& counts, const Scores& scores, const Ids&
   for (double& came_true : counts.came_true) came_true /= 2.0;
 }
 
-// The chance of each expert, given what is expected of it and what hints say.
+// The chance of each expert, from its expected tokens and the hints.
 std::vector<double> RegressionPredictor::chances(const Scores& scores, const Levels& levels) const {
   const Counts& counts = state_.of_hints;
   const std::size_t bins = frequencies_.size();

@@ -1,4 +1,5 @@
-// Sorts the few experts of a layer without memory of its own, for decisions that a device waits for.
+// Sorts the few experts of a layer without allocating memory, for decisions that a device waits
+// for.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +9,9 @@
 
 namespace tandem {
 
-constexpr std::size_t kFew = 24;  // beyond it moving one by one takes longer
+constexpr std::size_t kFew = 24;  // for more, insertion takes longer
 
-// As std::stable_sort, which asks for memory however few they are.
+// Like std::stable_sort, which allocates memory even for a few elements.
 template <typename Less>
 void sort_stably(Ids& ids, const Less& is_before) {
   if (ids.size() > kFew) return std::stable_sort(ids.begin(), ids.end(), is_before);

@@ -1,5 +1,5 @@
-// Experts that are known for sure before their layers are computed: those of layers that are routed by
-// the token alone. The decider says which of them are read (decider/reads.hpp).
+// Experts that are known before their layers are computed: those of layers that are routed by
+// token. The decider chooses which of them are read (decider/reads.hpp).
 #include <algorithm>
 #include <utility>
 

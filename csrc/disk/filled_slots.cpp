@@ -1,5 +1,5 @@
-// Slots that are free after a load are filled while the disk has nothing else to do: a prompt wants
-// nearly all experts, and would wait for them.
+// Fills the slots that are free after loading while the disk is idle. A prompt needs nearly all
+// experts and would wait for them.
 #include <utility>
 
 #include "disk/host_slots.hpp"
@@ -7,7 +7,7 @@
 namespace tandem {
 namespace {
 
-// So many reads at once: what is waited for is not behind more than these.
+// Reads at a time. A demanded read never waits behind more than these.
 constexpr int kFillingReads = 2;
 
 }  // namespace
@@ -17,7 +17,7 @@ void HostSlots::fill() {
   for (int i = 0; i < kFillingReads; ++i) fill_next();
 }
 
-// From any thread, readers among them.
+// Called from any thread, also from readers.
 void HostSlots::fill_next() {
   const std::lock_guard lock(mutex_);
   for (; filling_ < resident_.num_layers; ++filling_) {

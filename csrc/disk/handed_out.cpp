@@ -1,4 +1,4 @@
-// Hands a use's experts out as their reads end, waits for them, and ends the use.
+// Hands out a use's experts as their reads end, waits for them, and ends the use.
 #include <chrono>
 
 #include "disk/host_slots.hpp"
@@ -14,7 +14,7 @@ void HostSlots::release_handed_out() {
   }
 }
 
-// Hands out what has come. Returns whether all has been.
+// Hands out the experts that have arrived; returns whether all have been handed out.
 bool HostSlots::hand_out() {
   arrived_.clear();
   bool is_all = true;
@@ -66,7 +66,7 @@ HostSlots::Moment HostSlots::end_of(double patience) const {
          std::chrono::duration_cast<std::chrono::steady_clock::duration>(seconds);
 }
 
-// Waits until a read has ended since `seen`; false: none has by then.
+// Waits until a read has ended since `seen`; returns false if none has by `last`.
 bool HostSlots::arrives(std::uint32_t seen, Moment last) {
   const Moment begin = std::chrono::steady_clock::now();
   const std::chrono::duration<double> left = last - begin;
@@ -83,8 +83,8 @@ void HostSlots::give_up(std::int32_t layer) const {
                   " seconds; check the disk, and ask again");
 }
 
-// Of a failed read: an error if the one who waits has asked for it. One that was ahead, or of a request
-// that failed before, is asked for again.
+// After a failed read: throws if the waiting use has requested it. A read that was made ahead, or
+// for an earlier request that failed, is requested again.
 void HostSlots::require_read(Slot& slot, std::int32_t layer, bool& is_asked) {
   if (is_asked) throw DiskError(slot.read.why());
   is_asked = true;
@@ -94,7 +94,7 @@ void HostSlots::require_read(Slot& slot, std::int32_t layer, bool& is_asked) {
 void HostSlots::end() noexcept {
   const std::lock_guard lock(mutex_);
   release_handed_out();
-  // After an error: a slot that is still being read into is free once the read has ended.
+  // After an error, a slot that is still being read into becomes free when the read has ended.
   for (Wanted& one : wanted_) {
     if (one.slot != nullptr && !is_resident(*one.slot) && one.slot->read.has_ended())
       leave(*one.slot);

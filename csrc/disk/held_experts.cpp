@@ -1,7 +1,8 @@
-// Experts of host slots that are held in place for copies to a device, by any thread, beside the use
-// of a layer that is under way.
+// Experts in host slots that are held for copies to a device, from any thread, independent of the
+// layer's current use.
 //
-// What is in no slot is read into a room. What may be lent is the decider's to say (decider/reads.hpp).
+// If an expert is in no slot, it is read into a room. The decider says what may be lent
+// (decider/reads.hpp).
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
@@ -16,7 +17,8 @@ constexpr std::chrono::milliseconds kLookEvery{1};
 
 }  // namespace
 
-// A slot that has an expert, or is being read into.
+// Returns the slot that has the expert or into which it is being read; null: there is none, or it
+// may not be lent.
 HostSlots::Slot* HostSlots::slot_to_hold(std::int32_t layer, std::int32_t expert) {
   if (Slot* slot = find(layer, expert, held_)) return slot;
   const auto num_held = std::count_if(transit_.begin(), transit_.end(),
@@ -47,7 +49,7 @@ ExpertHold HostSlots::try_hold(std::int32_t layer, std::int32_t expert, bool wai
   }
   ++(is_asked ? counts_.device_misses : counts_.device_hits);
   ++slot->num_holders;
-  // Not a victim while it is held.
+  // A held expert must not be evicted.
   if (is_resident(*slot)) resident_.state[layer * resident_.num_experts + expert] = kCopying;
   return {layer, expert, slot->read.data(), is_asked};
 }
@@ -56,7 +58,7 @@ ExpertHold HostSlots::hold(std::int32_t layer, std::int32_t expert, bool waits) 
   auto lock = locked();
   ExpertHold found = try_hold(layer, expert, waits);
   while (waits && found.address == nullptr) {
-    is_let_go_.wait_for(lock, kLookEvery);  // a read that nobody holds any more may end, too
+    is_let_go_.wait_for(lock, kLookEvery);  // wake up also when a read ends that no thread holds
     found = try_hold(layer, expert, waits);
   }
   return found;
@@ -102,13 +104,13 @@ void HostSlots::let_go(const ExpertHold& hold) noexcept {
   is_let_go_.notify_all();
 }
 
-// How an expert that leaves the device gets a slot here; nothing: it does not.
+// Returns how an expert that leaves the device gets a slot here; empty: it does not.
 Admitted HostSlots::admitted_back(std::int32_t layer, std::int32_t expert) const {
   if (resident_.slot_of[layer * resident_.num_experts + expert] >= 0) return {};
   Scores scores = scores_of(layer);
   const NextUseTable* table = layers_[layer].table;
   scores[expert] = table == nullptr ? last_use_[layer][expert] : table->values()[expert];
-  // What a use reads meanwhile stays.
+  // Experts that the current use needs stay.
   const Ids used = layer == layer_ && !wanted_.empty() ? experts_ : Ids{};
   const LayerSlots now{used, resident_.state.data() + layer * resident_.num_experts, scores.data(),
                        resident_.members[layer],
@@ -129,7 +131,7 @@ ExpertHold HostSlots::take_back(std::int32_t layer, std::int32_t expert) {
   return {layer, expert, room->read.data(), false};
 }
 
-// It takes the place of the one with the lowest score, if it still may.
+// Takes the place of the expert with the lowest score, if it may still do so.
 void HostSlots::keep(const ExpertHold& hold) noexcept {
   const std::lock_guard lock(mutex_);
   Slot& room = slot_of(hold);

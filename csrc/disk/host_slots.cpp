@@ -63,7 +63,8 @@ void HostSlots::read_buffered() {
   for (ExpertFile& file : files_) file.read_buffered();
 }
 
-// For those that may be the first ones in a process: a forked one may find a lock taken for good.
+// Called by functions that may be the first in a process: in a forked process a lock may be held
+// forever.
 std::unique_lock<std::mutex> HostSlots::locked() const {
   require_here();
   return std::unique_lock(mutex_);
@@ -89,7 +90,7 @@ std::vector<Place> HostSlots::places(std::int32_t layer, const Ids& experts) {
   return found;
 }
 
-// Reads that have ended since make their slots ready, or give them back.
+// Makes slots ready whose reads have ended, or frees them if their reads failed.
 void HostSlots::settle(std::int32_t layer) {
   const std::int64_t first = layer * resident_.num_experts;
   const Ids members = resident_.members[layer];
@@ -100,12 +101,13 @@ void HostSlots::settle(std::int32_t layer) {
     if (!read.has_ended() || slot.num_holders > 0) continue;
     if (read.state == DiskRead::State::kDone)
       resident_.state[first + expert] = kReady;
-    else if (!is_wanted(layer, expert))  // else the use reads it again
+    else if (!is_wanted(layer, expert))  // otherwise the use reads it again
       resident_.remove(layer, expert);
   }
 }
 
-// What was read ahead stays, for a prompt's next chunk too.
+// Frees transit slots whose reads have ended. Experts of this layer or the next stay, as do those
+// that a coming use expects, such as a prompt's next chunk.
 void HostSlots::settle_transit(std::int32_t layer) {
   for (Slot& slot : transit_) {
     const bool is_ahead = slot.layer == layer || slot.layer == layer + 1;
@@ -115,19 +117,19 @@ void HostSlots::settle_transit(std::int32_t layer) {
   }
 }
 
-// Whether the current use needs it.
+// Whether the current use needs an expert.
 bool HostSlots::is_wanted(std::int32_t layer, std::int32_t expert) const {
   return layer == layer_ && !wanted_.empty() &&
          std::find(experts_.begin(), experts_.end(), expert) != experts_.end();
 }
 
-// Frees a transit slot, at once or with its last holder.
+// Frees a transit slot, now or when its last holder releases it.
 void HostSlots::leave(Slot& slot) {
   slot.is_passed = slot.num_holders > 0;
   if (!slot.is_passed) slot.layer = -1;
 }
 
-// The slot of an expert: its layer's, or one of these.
+// Returns an expert's slot: its layer's, or one of `others`.
 HostSlots::Slot* HostSlots::find(std::int32_t layer, std::int32_t expert, std::deque<Slot>& others) {
   const std::int32_t slot = resident_.slot_of[layer * resident_.num_experts + expert];
   if (slot >= 0) return &slots_[layer][slot];
@@ -157,7 +159,7 @@ void HostSlots::begin(const ExpertUse& use) {
     if (slot != nullptr && !slot->read.has_ended()) readers_.demand(slot->read);
     if (slot != nullptr) slot->is_passed = false;
     const bool has_slot = slot != nullptr && is_resident(*slot);
-    // What was read ahead asks for a slot too, once it has come.
+    // An expert that was read ahead also asks for a slot once it has arrived.
     if (!has_slot && (slot == nullptr || slot->read.has_ended())) absent.push_back(experts_[i]);
     ++(slot == nullptr ? counts_.misses : counts_.hits);
     counts_.ahead += slot != nullptr && !has_slot;
@@ -170,7 +172,8 @@ void HostSlots::begin(const ExpertUse& use) {
   read_expected();
 }
 
-// Gives memory back, or takes it again, until a layer uses its share of slots. After its use.
+// Gives memory back, or takes it again, until a layer uses its share of slots. Called after its
+// use.
 void HostSlots::resize(std::int32_t layer) {
   const auto all = static_cast<std::int64_t>(slots_[layer].size());
   const double share = is_pinned_ ? 1.0 : share_.load(std::memory_order_relaxed);
@@ -197,7 +200,7 @@ void HostSlots::resize(std::int32_t layer) {
   if (layers_[layer].table != nullptr) layers_[layer].table->resize(used());
 }
 
-// Those that get a slot are read into it at once; the eviction decides who leaves.
+// Experts that get a slot are read into it directly. The eviction decides which ones leave.
 void HostSlots::admit_absent(const Scores& scores, Ids absent) {
   if (absent.empty()) return;
   const LayerSlots now{experts_, resident_.state.data() + layer_ * resident_.num_experts,
@@ -218,7 +221,7 @@ void HostSlots::admit_absent(const Scores& scores, Ids absent) {
   }
 }
 
-// Takes what the other holds, and gives it this one's memory.
+// Takes the other slot's content and gives it this slot's memory.
 void HostSlots::Slot::trade(Slot& other) {
   std::swap(memory, other.memory);
   layer = std::exchange(other.layer, -1);
@@ -233,7 +236,7 @@ void HostSlots::Slot::trade(Slot& other) {
   read.state.store(other.read.state);
 }
 
-// Says what a slot's bytes are, and where they lie in the file.
+// Describes a slot's bytes and their position in the file.
 void HostSlots::describe(Slot& slot, std::int32_t layer, std::int32_t expert) {
   const Layer& of = layers_[layer];
   const std::int64_t at = of.first + expert * of.stride, from = at / kDiskPage * kDiskPage;
@@ -243,7 +246,7 @@ void HostSlots::describe(Slot& slot, std::int32_t layer, std::int32_t expert) {
   read.file = &files_[layer];
   read.from = from;
   read.skipped = at - from;
-  // A sum is that of all bytes up to the next expert.
+  // A checksum covers all bytes up to the next expert.
   read.wanted = of.sums.empty() ? of.expert_bytes : of.stride;
   read.bytes = whole_pages(at - from + read.wanted);
   read.to = slot.memory;
@@ -257,7 +260,7 @@ void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, C
   readers_.ask(slot.read, cause == Cause::kDemand);
 }
 
-// Whether a transit slot has what is not wanted any more.
+// Whether a transit slot's content is no longer needed.
 bool HostSlots::has_passed(const Slot& slot) const {
   const bool stays =
       slot.layer == layer_ + 1 || is_wanted(slot.layer, slot.expert) || is_expected(slot);
@@ -272,7 +275,8 @@ HostSlots::Slot* HostSlots::free_transit() {
   return nullptr;
 }
 
-// Reads what has no slot as far as transit slots are free; of a prompt, the next layer's then.
+// Reads experts without a slot while transit slots are free; for a prompt, then those of the next
+// layer.
 void HostSlots::use_transit_slots() {
   for (std::size_t i = 0; i < wanted_.size(); ++i) {
     if (wanted_[i].slot != nullptr || wanted_[i].is_done) continue;
@@ -298,7 +302,7 @@ bool HostSlots::read_ahead(std::int32_t layer, std::int32_t expert) {
   return slot != nullptr;
 }
 
-// Of a prompt, the next layer's experts, the first one last.
+// Lists the next layer's experts of a prompt, the first one last.
 void HostSlots::order_ahead() {
   ahead_.clear();
   const auto next = static_cast<std::size_t>(layer_) + 1;

@@ -1,7 +1,7 @@
-// The experts of a model that is larger than the memory: each layer has slots in memory, the rest is
-// read from the disk when it is asked for. A cache as that on a GPU, with the same eviction; here
-// every active expert has to come. What eviction does not admit, and what does not fit at once, passes
-// through transit slots that all layers share.
+// The experts of a model that is larger than memory. Each layer has slots in memory; all other
+// experts are read from the disk on demand. It is a cache like the GPU's, with the same eviction,
+// except that every active expert must be brought into memory. Experts that eviction does not
+// admit, and those that do not fit at once, pass through transit slots that all layers share.
 #pragma once
 
 #include <atomic>
@@ -25,39 +25,39 @@ class HostSlots final : public ExpertSource {
  public:
   struct Layer {
     std::string path;
-    std::int64_t first, stride, expert_bytes;  // in the file: expert e is at first + e * stride
+    std::int64_t first, stride, expert_bytes;  // in the file, expert e begins at first + e * stride
     std::int32_t num_experts;
-    // CRC-32C by expert of all bytes up to the next one; none: unknown.
+    // CRC-32C by expert, of all bytes up to the next expert; empty: unknown.
     std::vector<std::uint32_t> sums;
-    std::uint8_t* memory;             // num_slots * slot_bytes, from a page's begin on
+    std::uint8_t* memory;  // num_slots * slot_bytes, aligned to a page
     std::int64_t num_slots;
-    NextUseTable* table;  // outlives this; null: the least recently used goes
+    NextUseTable* table;  // must outlive this; null: evicts the least recently used
 
     std::int64_t slot_bytes() const;
   };
   struct Options {
-    std::uint8_t* transit;  // slots that hold the largest layer's experts
+    std::uint8_t* transit;  // slots of the largest layer's expert size
     std::int64_t num_transit, transit_bytes;
-    std::int64_t num_held;  // on top, likewise: for experts that are held and have no slot
+    std::int64_t num_held;  // additional ones for held experts without a slot
     int num_readers;
     std::int64_t piece_bytes;
-    double patience;  // seconds without a byte until a use fails
+    double patience;  // seconds without a byte after which a use fails
   };
   struct Counts {
-    std::int64_t hits = 0, misses = 0, ahead = 0, read_bytes = 0;  // ahead: of the hits
-    std::int64_t device_hits = 0, device_misses = 0;  // of experts that were held for a device
-    std::int64_t kept = 0;  // experts that came back from a device
+    std::int64_t hits = 0, misses = 0, ahead = 0, read_bytes = 0;  // ahead: part of the hits
+    std::int64_t device_hits = 0, device_misses = 0;  // of experts held for a device
+    std::int64_t kept = 0;  // experts taken back from a device
     double waited_seconds = 0.0;
   };
 
-  // Throws std::runtime_error for files that are not there or too short.
+  // Throws std::runtime_error for files that are missing or too short.
   HostSlots(std::vector<Layer> layers, const Options& options);
 
-  // Reads experts into free slots while nothing else is asked of the disk, layer by layer; once.
+  // Reads experts into free slots while the disk is idle, layer by layer; once.
   void fill();
 
-  // By layer, from the first one on, the experts that its next use will want, as far as they are
-  // known: their reads begin. In place of what was expected before.
+  // The experts that each layer's next use will need, from the first layer on, as far as they are
+  // known. Their reads begin. Replaces earlier expectations.
   void expect(std::vector<Ids> experts);
 
   void begin(const ExpertUse& use) override;
@@ -65,8 +65,8 @@ class HostSlots final : public ExpertSource {
   std::span<const Arrived> next() override;
   void end() noexcept override;
 
-  // From any thread: so much of the slots is used from each layer's next use on; the memory of the
-  // others goes back to the system. 1: all.
+  // From any thread. From its next use on, each layer uses this share of its slots; the memory of
+  // the others returns to the system. 1: all.
   void use_share(double share) { share_.store(share, std::memory_order_relaxed); }
 
   bool has_expert(std::int32_t layer, std::int32_t expert) const {
@@ -80,15 +80,16 @@ class HostSlots final : public ExpertSource {
   ExpertHold take_back(std::int32_t layer, std::int32_t expert) override;
   void keep(const ExpertHold& hold) noexcept override;
 
-  // From any thread: the state of every expert on a device above, by layer and expert, as many as the
-  // largest layer has. What is ready there is the first to leave here.
+  // From any thread: the state of every expert on a device, by layer and expert, with as many
+  // experts per layer as the largest layer has. Experts that are ready there leave here first.
   bool takes_states(std::size_t count) const { return count == resident_.state.size(); }
   void note_on_device(const std::uint8_t* states);
 
-  // Of slots that are pinned for a device: their memory stays, whatever share is used.
+  // For slots that are pinned for a device: they keep their memory, whatever share is used.
   void pin() { is_pinned_ = true; }
 
-  // Throws DiskError in a process that was forked from the one with the readers; so do uses and holds.
+  // Throws DiskError in a process that was forked from the one with the readers. So do uses and
+  // holds.
   void require_here() const { tandem::require_here(readers_.home()); }
 
   Counts counts() const {
@@ -96,33 +97,34 @@ class HostSlots final : public ExpertSource {
     return counts_;
   }
   bool is_direct() const;
-  // Before the first use: files whose system takes unbuffered reads and buffers them in silence.
+  // Call it before the first use if the file system accepts unbuffered reads but buffers them
+  // silently.
   void read_buffered();
   bool has(std::int32_t layer, std::int64_t num_experts) const {
     return layer >= 0 && layer < resident_.num_layers && layers_[layer].num_experts == num_experts;
   }
-  // Experts of a layer that are in memory, ascending.
+  // Experts of a layer that are in memory, in ascending order.
   Ids resident(std::int32_t layer) const;
-  // Where memory has some experts of a layer, for decisions about it.
+  // Where memory has these experts of a layer, for decisions about it.
   std::vector<Place> places(std::int32_t layer, const Ids& experts);
   ReaderPool& readers() { return readers_; }
 
  private:
-  enum class Cause : std::uint8_t { kDemand, kAhead, kFilling };  // of a read
+  enum class Cause : std::uint8_t { kDemand, kAhead, kFilling };  // why a read is made
   struct Slot {
     DiskRead read;
     std::uint8_t* memory = nullptr;
     std::int32_t layer = -1, expert = -1;  // -1: nothing
     std::int32_t num_holders = 0;
-    bool is_passed = false;  // of transit slots: only its holders need it
-    bool is_coming_back = false;  // of rooms: its bytes come from a device
+    bool is_passed = false;  // for transit slots: only holders need it
+    bool is_coming_back = false;  // for rooms: its bytes come from a device
 
     void trade(Slot& other);
   };
   struct Wanted {
-    Slot* slot = nullptr;  // null: waits for a transit slot
+    Slot* slot = nullptr;  // null: waiting for a transit slot
     bool is_handed_out = false, is_done = false;
-    bool is_asked = false;  // by this use: what another one asked for and failed is read again
+    bool is_asked = false;  // by this use; a failed read that another use requested is repeated
   };
 
   std::unique_lock<std::mutex> locked() const;
@@ -167,28 +169,30 @@ class HostSlots final : public ExpertSource {
   std::vector<std::deque<Slot>> slots_;  // by layer
   std::deque<Slot> transit_, held_;
   std::vector<std::uint8_t> on_device_;  // states as in `resident_`
-  std::vector<Scores> last_use_;  // by layer and expert: number of the step, without a table
+  // By layer and expert: step of the last use, for layers without a table.
+  std::vector<Scores> last_use_;
   std::uint32_t step_ = 1;  // 0: never
-  std::int32_t layer_ = -1;  // of the present use, or the last one
+  std::int32_t layer_ = -1;  // the current or last use's
   bool is_prompt_ = false, has_learned_ = true;
-  std::int32_t batch_ = 1;  // tokens of a decode step
-  double use_patience_ = 0.0;  // of the present use
-  Ids experts_, above_, ahead_;  // in use; of the layer above; to read ahead, the first one last
-  std::vector<Ids> expected_;  // by layer; none of a layer that has been used since
-  std::vector<Wanted> wanted_;  // by place
+  std::int32_t batch_ = 1;  // tokens per decode step
+  double use_patience_ = 0.0;  // of the current use
+  // Used now; used in the layer above; to read ahead, the first one last.
+  Ids experts_, above_, ahead_;
+  std::vector<Ids> expected_;  // by layer; empty once the layer has been used
+  std::vector<Wanted> wanted_;  // by position in the use
   std::vector<Arrived> arrived_;
-  bool has_one_size_ = true;  // of all slots: their memory can be traded
-  Scores scores_;  // by expert of the present use's layer
+  bool has_one_size_ = true;  // whether all slots have one size, so that memory can be traded
+  Scores scores_;  // by expert of the current use's layer
   std::vector<Ids> unused_;  // by layer: slots without memory
-  bool is_filled_ = false;  // or is being filled
-  std::int32_t filling_ = 0;  // the layer
+  bool is_filled_ = false;  // or filling is under way
+  std::int32_t filling_ = 0;  // the layer to fill
   std::atomic<double> share_{1.0};
   std::atomic<bool> is_pinned_{false};
   double patience_;
   Counts counts_;
-  mutable std::mutex mutex_;  // of all above; not held while something is waited for
+  mutable std::mutex mutex_;  // guards all members above; not held while waiting
   std::condition_variable is_let_go_;
-  ReaderPool::Owner owned_readers_;  // goes first, and with it what writes into slots
+  ReaderPool::Owner owned_readers_;  // destroyed first, because readers write into slots
   ReaderPool& readers_;
 };
 

@@ -23,7 +23,7 @@
 namespace tandem {
 namespace {
 
-// A thread that waits looks for so long before it sleeps: a piece of a read takes longer.
+// A waiting thread spins for this time before it sleeps. A piece of a read takes longer.
 constexpr std::chrono::microseconds kLookOut{50};
 
 int open_direct([[maybe_unused]] const char* path) {
@@ -35,9 +35,10 @@ int open_direct([[maybe_unused]] const char* path) {
 #endif
 }
 
-// Has the system run this thread as soon as it wakes, though others compute: it takes microseconds
-// until it waits for the disk. Linux does so for a thread with a shorter slice from 6.12 on; where
-// it knows no such thing, it refuses, and wakes threads that have slept early enough by itself.
+// Asks the system to run this thread as soon as it wakes, even if others compute, because it only
+// needs microseconds until it waits for the disk again. From 6.12 on Linux does so for threads with
+// a shorter slice. Older versions refuse, but by themselves they wake threads early that have slept
+// enough.
 void ask_for_short_slices() {
 #if defined(__linux__) && defined(SYS_sched_setattr)
   if (::sched_getscheduler(0) != SCHED_OTHER) return;
@@ -50,12 +51,12 @@ void ask_for_short_slices() {
   } wanted{};
   wanted.size = sizeof(wanted);
   wanted.nice = ::getpriority(PRIO_PROCESS, 0);
-  wanted.slice = 100'000;  // nanoseconds; less than any other
+  wanted.slice = 100'000;  // nanoseconds; less than other threads have
   static_cast<void>(::syscall(SYS_sched_setattr, 0, &wanted, 0));
 #endif
 }
 
-// Where the wanted bytes of a piece begin and end, in the read's memory.
+// The wanted part of a piece, as offsets in the read's memory.
 std::pair<std::int64_t, std::int64_t> wanted_of(const DiskRead& read, std::int64_t from,
                                                 std::int64_t bytes) {
   const std::int64_t end = read.skipped + read.wanted;
@@ -107,7 +108,8 @@ std::int64_t ExpertFile::read(std::int64_t from, std::int64_t bytes, std::uint8_
     if (count < 0) return -errno;
     if (count == 0) break;  // the end of the file
     done += count;
-    if (is_direct_ && done % kDiskPage != 0) break;  // likewise: no unbuffered read begins there
+    // Also the end: unbuffered reads cannot begin here.
+    if (is_direct_ && done % kDiskPage != 0) break;
   }
 #if defined(POSIX_FADV_DONTNEED)
   if (!is_direct_) ::posix_fadvise(descriptor_, from, bytes, POSIX_FADV_DONTNEED);
@@ -228,12 +230,12 @@ void ReaderPool::inject_fault(const Piece& piece, std::int64_t& found) {
   if (fault > 0) found = -fault;
 }
 
-// Sums are by piece: the last piece's is all that a read waits for beside the disk.
+// Checksums are per piece, so besides the disk a read waits only for its last piece's checksum.
 void ReaderPool::do_piece(const Piece& piece) {
   DiskRead& read = *piece.read;
   std::int64_t found = read.file->read(read.from + piece.from, piece.bytes, read.to + piece.from);
   inject_fault(piece, found);
-  // Past the end of the file nothing comes, and nothing there is wanted.
+  // Nothing is wanted beyond the end of the file, where reads end.
   const std::int64_t end_wanted = read.skipped + read.wanted;
   if (found < std::min(piece.bytes, end_wanted - piece.from))
     read.error.store(found < 0 ? static_cast<int>(-found) : DiskRead::kCut,
@@ -246,7 +248,7 @@ void ReaderPool::do_piece(const Piece& piece) {
 }
 
 bool ReaderPool::is_damaged(const DiskRead& read) const {
-  std::uint32_t sum = 0;  // of no bytes
+  std::uint32_t sum = 0;  // the checksum of no bytes
   for (std::size_t i = 0; i < read.sums.size(); ++i) {
     const std::int64_t from = static_cast<std::int64_t>(i) * piece_bytes_;
     const auto [first, last] = wanted_of(read, from, piece_bytes_);
@@ -259,7 +261,8 @@ void ReaderPool::end(DiskRead& read) {
   if (read.error.load(std::memory_order_relaxed) == 0 && read.sum != nullptr && is_damaged(read))
     read.error.store(DiskRead::kDamaged, std::memory_order_relaxed);
   const bool is_good = read.error.load(std::memory_order_relaxed) == 0;
-  const bool is_filling = read.is_filling;  // its slot may be another expert's in a moment
+  // Read first, because the slot may soon belong to another expert.
+  const bool is_filling = read.is_filling;
   read.state.store(is_good ? DiskRead::State::kDone : DiskRead::State::kFailed,
                    std::memory_order_release);
   {

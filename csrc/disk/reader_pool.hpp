@@ -1,6 +1,6 @@
-// Threads that read parts of files into memory, past the system's page cache where it allows that.
-// A read is cut into pieces, so that even one fills a disk's queue. What is waited for goes first;
-// what may be wanted later is read while nothing else is asked for.
+// Threads that read parts of files into memory, bypassing the page cache if possible. A read is
+// split into pieces, so that a single one fills a disk's queue. Demanded reads come first; those
+// that may be needed later are made while the disk is idle.
 #pragma once
 
 #include <atomic>
@@ -18,13 +18,13 @@
 
 namespace tandem {
 
-constexpr std::int64_t kDiskPage = 4096;  // what unbuffered reads begin at and are multiples of
+constexpr std::int64_t kDiskPage = 4096;  // alignment of unbuffered reads
 
 constexpr std::int64_t whole_pages(std::int64_t bytes) {
   return (bytes + kDiskPage - 1) / kDiskPage * kDiskPage;
 }
 
-// A file that stays open. Throws std::runtime_error that says which and why.
+// A file that stays open. The constructor throws std::runtime_error with the path and the reason.
 class ExpertFile {
  public:
   explicit ExpertFile(const std::string& path);
@@ -35,12 +35,13 @@ class ExpertFile {
 
   const std::string& path() const { return path_; }
   std::int64_t bytes() const { return bytes_; }
-  // Whether reads pass by the page cache; where the file system refuses, they are let go after.
+  // Whether reads bypass the page cache. If the file system refuses that, pages are dropped after
+  // reading.
   bool is_direct() const { return is_direct_; }
-  // Before any read, where the file system takes O_DIRECT and buffers all the same.
+  // Call it before the first read if the file system accepts O_DIRECT but buffers anyway.
   void read_buffered();
 
-  // Reads from a page's begin into a page's begin; returns the bytes that came, or -errno.
+  // Reads from a page boundary to a page boundary; returns the number of bytes read, or -errno.
   std::int64_t read(std::int64_t from, std::int64_t bytes, std::uint8_t* to) const;
 
  private:
@@ -50,56 +51,57 @@ class ExpertFile {
   std::int64_t bytes_;
 };
 
-// One read. It, its file and its memory live until it has ended.
+// One read. It, its file and its memory must live until it has ended.
 struct DiskRead {
   enum class State : std::uint8_t { kUnderWay, kDone, kFailed };
 
   const char* what = "an expert";  // for errors
   const ExpertFile* file = nullptr;
-  std::int64_t from = 0, bytes = 0;  // of the file: whole pages
-  std::int64_t skipped = 0, wanted = 0;  // of these bytes: those that are asked for
+  std::int64_t from = 0, bytes = 0;  // range in the file: whole pages
+  std::int64_t skipped = 0, wanted = 0;  // the wanted part of these bytes
   std::uint8_t* to = nullptr;
   const std::uint32_t* sum = nullptr;  // CRC-32C of the wanted bytes; null: unknown
-  bool is_filling = false;  // asked for by nobody: another one may follow it
-  std::vector<std::uint32_t> sums;  // of the wanted bytes of each piece, where there is a sum
-  std::atomic<std::int64_t> left{0};  // pieces
-  std::atomic<int> error{0};  // errno, or one of the two below
+  bool is_filling = false;  // not requested by a use; another filling read may follow it
+  std::vector<std::uint32_t> sums;  // of the wanted bytes of each piece, if there is a checksum
+  std::atomic<std::int64_t> left{0};  // pieces that are left
+  std::atomic<int> error{0};  // errno, or one of the two values below
   std::atomic<State> state{State::kDone};
 
   static constexpr int kCut = -1, kDamaged = -2;
 
   const std::uint8_t* data() const { return to + skipped; }
   bool has_ended() const { return state.load(std::memory_order_acquire) != State::kUnderWay; }
-  std::string why() const;  // of a failed read: one sentence
+  std::string why() const;  // a sentence about a failed read
 };
 
 void require_here(const HomeProcess& home);  // throws DiskError
 
 class ReaderPool {
  public:
-  // A pool is left as it is in a forked process: to end a condition waits for threads that wait for it.
+  // A forked process does not destroy its pool, because a condition variable's destructor would
+  // wait for threads that do not exist there.
   struct End {
     void operator()(ReaderPool* pool) const;
   };
   using Owner = std::unique_ptr<ReaderPool, End>;
 
-  // A reader calls `filled` after a read that was filling has ended.
+  // A reader calls `filled` after a filling read has ended.
   static Owner make(int num_readers, std::int64_t piece_bytes, std::function<void()> filled = {});
-  ~ReaderPool();  // after what is being read
+  ~ReaderPool();  // waits for reads that have begun
   ReaderPool(const ReaderPool&) = delete;
   ReaderPool& operator=(const ReaderPool&) = delete;
 
   const HomeProcess& home() const { return home_; }
 
   void ask(DiskRead& read, bool is_demand);
-  // Lets a read that was asked for ahead overtake others like it, since it is waited for now.
+  // Moves a read that was made ahead to the demanded ones, because a use now waits for it.
   void demand(DiskRead& read);
-  // Returns when a read has ended since `seen` was `ended()`, or false after so many seconds.
+  // Returns when a read has ended since `seen` was `ended()`, or false after this time.
   std::uint32_t ended() const { return ended_.load(std::memory_order_acquire); }
   bool wait(std::uint32_t seen, double seconds);
 
-  // For tests: from now on every `every`th piece is cut short (kCut), damaged (kDamaged), fails with
-  // this errno, or comes so much later.
+  // For tests: from now on every `every`th piece is cut short (kCut), damaged (kDamaged), fails
+  // with this errno, or is delayed.
   void fail(int error, std::int64_t every, double delay_seconds);
 
  private:
@@ -120,7 +122,7 @@ class ReaderPool {
   const HomeProcess home_;
   const std::int64_t piece_bytes_;
   const std::function<void()> filled_;
-  std::mutex mutex_;  // of the queues
+  std::mutex mutex_;  // guards the queues
   std::condition_variable is_asked_;
   std::deque<Piece> demanded_, ahead_;
   bool is_closing_ = false;

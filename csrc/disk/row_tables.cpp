@@ -15,10 +15,10 @@
 namespace tandem {
 namespace {
 
-// Rows that are under way at once: enough to fill a disk's queue while some of them are copied.
+// Rows under way at a time: enough to fill a disk's queue while some of them are copied.
 constexpr std::size_t kRowsAtOnce = 64;
 
-// What a row takes wherever it begins.
+// The most bytes that a row occupies, whatever its offset.
 std::int64_t most_bytes(const std::vector<RowTables::Table>& tables) {
   std::int64_t most = 0;
   for (const RowTables::Table& table : tables) most = std::max(most, table.row_bytes);
@@ -68,7 +68,8 @@ void RowTables::read(std::size_t table, std::span<const std::int64_t> rows, std:
   const OpenTable& of = tables_.at(table);
   require_rows(of, rows);
   if (!readers_) throw DiskError("the model has been closed; load it again");
-  // Places by row: a prompt's tokens repeat, and each row is read once, to the first of its places.
+  // Positions sorted by row: a prompt's tokens repeat, and each row is read once, to its first
+  // position.
   std::vector<std::size_t> places(rows.size());
   std::iota(places.begin(), places.end(), 0);
   std::stable_sort(places.begin(), places.end(),
@@ -86,7 +87,7 @@ void RowTables::read(std::size_t table, std::span<const std::int64_t> rows, std:
   counts_.rows += static_cast<std::int64_t>(rows.size());
 }
 
-// The rows at some places, as many at once as there are slots.
+// Reads the rows at some positions, as many at a time as there are slots.
 void RowTables::read_each(const OpenTable& of, std::span<const std::int64_t> rows,
                           std::span<const std::size_t> places, std::uint8_t* to) {
   std::size_t num_asked = 0, num_come = 0;
@@ -95,7 +96,7 @@ void RowTables::read_each(const OpenTable& of, std::span<const std::int64_t> row
       const std::uint32_t seen = readers_->ended();
       bool has_moved = false;
       for (Slot& slot : slots_) {
-        if (!slot.read.has_ended()) continue;  // perhaps of a call that failed
+        if (!slot.read.has_ended()) continue;  // may still be a read of a failed call
         if (slot.wanted_at != nullptr) {
           if (slot.read.state == DiskRead::State::kFailed) throw DiskError(slot.read.why());
           std::memcpy(slot.wanted_at, slot.read.data(), of.row_bytes);

@@ -1,5 +1,5 @@
-// Tables on the disk of which a token reads a few rows, such as embeddings of n-grams. The pages around
-// a row are read when it is asked for, many rows at once, past the system's page cache. Nothing of a
+// Tables on the disk of which a token reads a few rows, such as embeddings of n-grams. The pages
+// around a row are read on demand, many rows at a time, bypassing the page cache. No part of a
 // table stays in memory.
 #pragma once
 
@@ -19,10 +19,10 @@ namespace tandem {
 
 class RowTables {
  public:
-  // Rows that follow each other in a file, without gaps.
+  // Consecutive rows in a file.
   struct Part {
     std::string path;
-    std::int64_t first, num_rows;  // first: byte
+    std::int64_t first, num_rows;  // first: offset in bytes
   };
   struct Table {
     std::vector<Part> parts;
@@ -33,15 +33,15 @@ class RowTables {
     double waited_seconds = 0.0;
   };
 
-  // `patience`: seconds without a row until a call fails. Throws std::runtime_error for files that are
-  // not there or too short.
+  // `patience`: seconds without a row after which a call fails. Throws std::runtime_error for files
+  // that are missing or too short.
   RowTables(const std::vector<Table>& tables, int num_readers, double patience);
 
   std::size_t num_tables() const { return tables_.size(); }
   std::int64_t row_bytes(std::size_t table) const { return tables_[table].row_bytes; }
-  // Rows of a table one after the other, in the order in which they are asked for; one that is asked
-  // for several times is read once. From any thread, one call at a time. Throws DiskError, and
-  // std::out_of_range for a row that the table has not.
+  // Reads rows of a table in the requested order; a row that is requested several times is read
+  // once. From any thread, one call at a time. Throws DiskError, and std::out_of_range for a row
+  // that does not exist.
   void read(std::size_t table, std::span<const std::int64_t> rows, std::uint8_t* to);
 
   bool is_direct() const;
@@ -51,7 +51,7 @@ class RowTables {
     return counts_;
   }
   ReaderPool& readers() { return *readers_; }
-  // Ends the readers; what is asked for afterwards is an error.
+  // Ends the readers; later requests are errors.
   void close();
 
  private:
@@ -60,10 +60,10 @@ class RowTables {
     std::int64_t first, first_row;
   };
   struct OpenTable {
-    std::vector<OpenPart> parts;  // by their first rows
+    std::vector<OpenPart> parts;  // sorted by first row
     std::int64_t row_bytes, num_rows = 0;
   };
-  // A read and where its row goes; null: nobody waits for it.
+  // A read and the destination of its row; null: no call waits for it.
   struct Slot {
     DiskRead read;
     std::uint8_t* wanted_at = nullptr;
@@ -87,7 +87,7 @@ class RowTables {
   const double patience_;
   Counts counts_;
   mutable std::mutex mutex_;
-  ReaderPool::Owner readers_;  // null: closed; goes first, and with it what writes into slots
+  ReaderPool::Owner readers_;  // null: closed; destroyed first, because readers write into slots
 };
 
 }  // namespace tandem

@@ -1,4 +1,4 @@
-// By what host slots decide who stays: the eviction's scores, and what a device has.
+// The eviction's scores of host slots, including what a device has.
 #include <algorithm>
 
 #include "disk/host_slots.hpp"
@@ -6,12 +6,13 @@
 namespace tandem {
 namespace {
 
-// As tandem.policy.eviction.next_use: a prompt counts as at most so many steps of one token.
+// Same as in tandem.policy.eviction.next_use: a prompt counts as at most this many steps of one
+// token.
 constexpr std::int64_t kPromptTokens = 16;
 
 }  // namespace
 
-// Gives the eviction what is in use.
+// Reports the used experts to the eviction.
 void HostSlots::note(const ExpertUse& use) {
   if (use.layer <= layer_) ++step_;
   if (use.layer != layer_ + 1) above_.clear();
@@ -34,7 +35,7 @@ void HostSlots::note(const ExpertUse& use) {
   has_learned_ = false;
 }
 
-// The eviction's score of each expert; the lowest for those that a device has, too.
+// The eviction's score of each expert; experts that a device has get the lowest.
 Scores HostSlots::scores_of(std::int32_t layer) const {
   const NextUseTable* table = layers_[layer].table;
   Scores found = table == nullptr ? last_use_[layer] : table->values();

@@ -1,6 +1,7 @@
-// Runs a fuzz target where the compiler has no libFuzzer, with its options: -max_total_time=SECONDS,
-// -runs=N, -seed=N, -artifact_prefix=PATH, and directories or files of inputs, which are tried first.
-// Then inputs are made blindly, of random bytes and of the ones before. What ends the process is kept.
+// Runs a fuzz target if the compiler has no libFuzzer, with its options -max_total_time=SECONDS,
+// -runs=N, -seed=N, -artifact_prefix=PATH, and directories or files of inputs, which are tried
+// first. Then it makes inputs blindly, from random bytes and earlier inputs. An input that ends the
+// process is kept.
 #include <sanitizer/common_interface_defs.h>
 
 #include <chrono>
@@ -18,7 +19,7 @@
 #include "../checks/random.hpp"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size);
-// Which ends by itself without the callback below.
+// Makes UBSan abort, because it would end the process without the callback below.
 extern "C" const char* __ubsan_default_options() { return "abort_on_error=1"; }
 
 namespace {

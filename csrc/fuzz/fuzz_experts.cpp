@@ -1,5 +1,5 @@
-// Layouts of experts with any sizes: one that csrc/sizes.hpp lets through is computed, in memory of
-// just the bytes that it was told.
+// Layouts of experts with arbitrary sizes. Those that csrc/sizes.hpp accepts are computed, in
+// memory of exactly the stated size.
 #include <stdexcept>
 #include <vector>
 
@@ -16,7 +16,7 @@ using Index = std::int64_t;
 
 constexpr Index kTokens = 3;
 
-// A matrix whose parts follow each other from `next` on.
+// A matrix whose parts are consecutive from `next` on.
 ProjectionLayout projection_of(Input& input, Index rows, Index inputs, Index& next) {
   ProjectionLayout found{};
   found.format = static_cast<int>(input.about(input.below(kNumFormats)));

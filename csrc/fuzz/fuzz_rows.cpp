@@ -1,5 +1,5 @@
-// Rows of files, of any bytes and any sizes: what csrc/sizes.hpp lets through is placed into packed
-// matrices in memory of just the bytes that it was told, and rounded weights too.
+// Rows of files with arbitrary bytes and sizes. Those that csrc/sizes.hpp accepts are rearranged
+// into packed matrices, in memory of exactly the stated size; weights are quantised, too.
 #include <stdexcept>
 
 #include "blocks.hpp"
@@ -63,7 +63,7 @@ Fields fields_of(Input& input, Format format, Index cols) {
   return f;
 }
 
-// Enough for a part of a call, or about that.
+// The size of a part of a call, or about that.
 Index some_bytes(Input& input, Index count, Index stride) {
   const Index right = stride > 0 && count > 0 && count < fuzz::kMostBytes / stride ? count * stride : 64;
   return bounded(input.about(right));
@@ -150,7 +150,7 @@ void round_weights(Input& input) {
   bytes.scales = some_bytes(input, blocks_of(bounded(call.rows)), call.scale_stride);
   const Memory source = input.memory(bytes.source), importance = input.memory(bytes.importance);
   const Memory data = input.memory(bytes.data), scales = input.memory(bytes.scales);
-  if (input.below(4))  // finite numbers, mostly: what else is in a group ends the work
+  if (input.below(4))  // mostly finite numbers, because others end the work
     for (Index i = 0; i < bytes.source; ++i) source[i] &= 0x3F;
   call.source = source.get();
   call.importance = input.below(2) ? reinterpret_cast<const float*>(importance.get()) : nullptr;

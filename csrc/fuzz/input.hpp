@@ -1,5 +1,5 @@
-// What a fuzzer's bytes mean to a target: sizes that are mostly small and sometimes hostile, and
-// memory that is exactly as large as it says.
+// How a target reads the fuzzer's bytes: sizes that are mostly small and sometimes hostile, and
+// memory of exactly the stated size.
 #pragma once
 
 #include <algorithm>
@@ -34,15 +34,15 @@ class Input {
     return kHostile[byte() % std::size(kHostile)];
   }
 
-  // A right number, but for one time in sixteen.
+  // The right number, except for one time in sixteen.
   std::int64_t about(std::int64_t right) {
     const std::uint8_t first = byte();
     if (first >= 16) return right;
     return first < 8 ? right + first - 4 : number();
   }
 
-  // So many bytes (up to a megabyte), with those that are left over and over. Whatever the size is, the
-  // first byte behind it is not to be read.
+  // `bytes` bytes (up to a megabyte), which repeat the remaining input. The first byte after them
+  // must not be read.
   std::unique_ptr<std::uint8_t[]> memory(std::int64_t bytes) {
     auto found = std::make_unique<std::uint8_t[]>(static_cast<std::size_t>(bytes));
     for (std::int64_t at = 0; left_ > 0 && at < bytes; at += static_cast<std::int64_t>(left_))
@@ -57,7 +57,7 @@ class Input {
 
 constexpr std::int64_t kMostBytes = 1 << 20;
 
-// What memory() can give.
+// Limits a size to what memory() can give.
 inline std::int64_t bounded(std::int64_t bytes) {
   return bytes < 0 ? 0 : bytes > kMostBytes ? kMostBytes : bytes;
 }

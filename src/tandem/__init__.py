@@ -31,8 +31,8 @@ _HOMES = {
     "save": "tandem.hf.save",
 }
 
-# Read when torch loads its OpenMP, whose threads else spin for 300,000 rounds after each operation
-# and keep the kernels' threads from their cores: import tandem before torch.
+# OpenMP reads this when torch loads it. By default its threads spin for 300,000 rounds after each
+# operation and take cores from the kernels' threads. Import tandem before torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 register_with_transformers()

@@ -141,4 +141,4 @@ def test_a_system_that_cannot_load_is_named(
     assert "stopped: other: OSError: no such architecture" in capsys.readouterr().err
     (file.parent / "config.json").write_text("{}")
     assert main(["compare", str(file.parent), "-q"]) == 2
-    assert "is no GGUF file" in capsys.readouterr().err
+    assert "is not a GGUF file" in capsys.readouterr().err

@@ -192,9 +192,9 @@ def test_a_chat_is_saved_and_gone_on_with(
     [
         ("/save", "/save needs the name of a file: /save chat.json"),
         ("/load {}/nothing", "nothing: No such file or directory"),
-        ("/load {}/notes", "notes holds no chat; expected"),
-        ("/load {}/other", "other holds no chat; expected"),
-        ("/save {}/notes", "notes holds no chat; expected"),
+        ("/load {}/notes", "notes is not a chat; expected"),
+        ("/load {}/other", "other is not a chat; expected"),
+        ("/save {}/notes", "notes is not a chat; expected"),
         ("/save {}", "Is a directory"),
     ],
 )

@@ -41,7 +41,7 @@ def test_run_refuses_what_is_of_experts(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", checkpoint, *ASKED, "--expert-dtype", "int4"]) == 2
-    assert "expert_dtype: that is of experts" in capsys.readouterr().err
+    assert "expert_dtype: only for experts" in capsys.readouterr().err
 
 
 def test_plan_counts_linear_layers(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +60,7 @@ def test_plan_counts_linear_layers(checkpoint: str, capsys: pytest.CaptureFixtur
     plain = json.loads(last)
     assert sum(plan["parts_bytes"].values()) < 0.6 * sum(plain["parts_bytes"].values())
     assert main(["plan", checkpoint, "--eviction", "lru", "--expert-memory", "1GB"]) == 2
-    assert "expert_memory, eviction: that is of experts" in capsys.readouterr().err
+    assert "expert_memory, eviction: only for experts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dense_dtype", ["none", "int4"])
@@ -106,4 +106,4 @@ def test_a_dense_shape_is_planned_and_refuses_formats_of_experts(
     assert "a dense model" in capsys.readouterr().out
     small = ["--layers", "1", "--vocabulary", "512"]
     assert main(["bench", "--shape", "qwen3-8b", *small, "--expert-dtype", "int4"]) == 2
-    assert "expert_dtype: that is of experts" in capsys.readouterr().err
+    assert "expert_dtype: only for experts" in capsys.readouterr().err

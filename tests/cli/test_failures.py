@@ -76,7 +76,7 @@ def test_options_of_a_device_without_one_are_one_sentence(
     assert main([command, "no/model", *words, "--device", "cpu"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first == second
-    assert first.startswith(f"tandem: error: {words[0]}: that is of a device beside the CPU")
+    assert first.startswith(f"tandem: error: {words[0]}: only for a device beside the CPU")
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "serve"])

@@ -43,4 +43,4 @@ def test_mistakes_are_one_sentence(model: str, capsys: pytest.CaptureFixture[str
     assert main(["importance", model, "-o", "/no/such/file", "-q"]) == 2
     assert "--output: there is no folder /no/such" in capsys.readouterr().err
     assert main(["run", model, "--importance", "/no/such", "-p", "x", "-q"]) == 2
-    assert "importance is '/no/such', which is no file" in capsys.readouterr().err
+    assert "importance is '/no/such', which is not a file" in capsys.readouterr().err

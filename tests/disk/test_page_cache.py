@@ -13,7 +13,7 @@ from tandem.core.errors import TandemWarning
 from tests.disk.loading import packed_model, slots_of
 
 MEMORY = Path("/dev/shm")
-SAID = "gives no reads past the system's page cache"
+SAID = "cannot bypass the page cache"
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ def test_a_plan_refuses_the_memory_that_a_load_refuses(
     memory: str, packed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(packed), "--expert-memory", memory, "--threads", "1"]) == 2
-    assert "are the least" in capsys.readouterr().err
+    assert "and need at least" in capsys.readouterr().err
 
 
 def test_memory_that_is_given_is_taken_whole(packed: Path) -> None:

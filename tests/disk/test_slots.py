@@ -127,7 +127,7 @@ def test_slow_reads_change_no_bit(packed: Path, in_memory: Any) -> None:
 
 
 def test_too_little_memory_says_the_least(packed: Path) -> None:
-    with pytest.raises(CapacityError, match="are the least"):
+    with pytest.raises(CapacityError, match="and need at least"):
         tandem.load(packed, expert_memory="20KB")
 
 

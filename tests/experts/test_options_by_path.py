@@ -122,7 +122,7 @@ def test_experts_on_a_disk_are_kept_by_an_eviction_or_it_is_refused(device: str,
 
 
 def test_what_is_another_devices_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--emulated-speed: that is not of --device cuda"):
+    with pytest.raises(ConfigError, match=r"^--emulated-speed: not for --device cuda"):
         parsed("cuda", ["--emulated-speed", "4"])
 
 

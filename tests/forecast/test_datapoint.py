@@ -58,7 +58,7 @@ def test_a_file_of_something_else_is_kept(
     path = tmp_path / "package.json"
     path.write_text("{\n}")
     assert main(["datapoint", str(path)]) == 2
-    assert "is no datapoint; name another file" in capsys.readouterr().err
+    assert "is not a datapoint; name another file" in capsys.readouterr().err
     assert main(["datapoint", str(tmp_path / "here.md")]) == 2
     assert "does not end in .json" in capsys.readouterr().err
 
@@ -67,7 +67,7 @@ def test_a_file_of_something_else_is_kept(
     ("text", "words"),
     [
         ('{"datapoint": 9}', "format is 9; expected 1"),
-        ('{"datapoint": 1, "profile": null}', "holds no profile"),
+        ('{"datapoint": 1, "profile": null}', "has no profile"),
         ('{"datapoint": 1, "profile": []}', "expected an object"),
         ('{"datapoint": 1, "profile": {"name": 5}}', "expected a list of objects"),
     ],

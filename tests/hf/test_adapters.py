@@ -87,7 +87,9 @@ def test_adapters_are_saved_and_loaded_by_transformers(
     [{"target_modules": "all-linear"}, {"target_parameters": ["mlp.experts.gate_up_proj"]}],
 )
 def test_adapters_on_experts_are_refused(model: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="adapter was asked for on experts that Tandem computes"):
+    with pytest.raises(
+        ConfigError, match="adapter cannot change experts, because Tandem computes them"
+    ):
         adapted(model, **options)
 
 

@@ -98,8 +98,8 @@ def test_a_quantization_config_loads_one_too(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"expert_dtype": "int4"}, r"^expert_dtype: that is of experts, and qwen3 .* dense model"),
-        ({"eviction": "lru", "gpu_memory": "1GiB"}, r"^gpu_memory, eviction: that is of experts"),
+        ({"expert_dtype": "int4"}, r"^expert_dtype: only for experts, and qwen3 .* dense model"),
+        ({"eviction": "lru", "gpu_memory": "1GiB"}, r"^gpu_memory, eviction: only for experts"),
         ({"expert_memory": "1GiB"}, r"expert_memory"),
         (
             {"device": "emulated"},

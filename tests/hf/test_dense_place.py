@@ -118,5 +118,5 @@ def test_a_norm_behind_experts_goes_where_their_rows_are(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("device_map", ["meta", "disk", "gpu", -1, {"": "meta"}, 1.5])
 def test_a_device_map_to_no_device_is_refused(device_map: object) -> None:
-    with pytest.raises(ConfigError, match="where dense parts cannot be"):
+    with pytest.raises(ConfigError, match="which cannot hold the dense parts"):
         dense_device(OffloadConfig(), device_map)

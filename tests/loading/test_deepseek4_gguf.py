@@ -177,7 +177,7 @@ def test_what_has_no_mtp_layer_says_so(tmp_path: Path) -> None:
     file = with_mtp(tmp_path)
     model = tandem.load(file, threads=1)
     beside = tmp_path / "mtp-model.gguf"
-    with pytest.raises(UnsupportedModelError, match=r"drafts for a model .* give the .gguf file"):
+    with pytest.raises(UnsupportedModelError, match=r"drafts for one .* give the .gguf file"):
         tandem.load(beside)
     assert len(load_mtp(model, beside)) == 1  # named itself
     with pytest.raises(UnsupportedModelError, match="converter leaves it out; put the file"):

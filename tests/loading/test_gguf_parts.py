@@ -78,7 +78,7 @@ def test_a_projector_is_named_as_not_read(tmp_path: Path) -> None:
     writer.close()
     with pytest.warns(TandemWarning, match=r"mmproj-F16\.gguf beside model\.gguf reads images"):
         tandem.load(tmp_path / "model.gguf")
-    with pytest.raises(UnsupportedModelError, match=r"reads images for a model .* and is none"):
+    with pytest.raises(UnsupportedModelError, match=r"is not a model, but reads images for one"):
         tandem.load(tmp_path / "mmproj-F16.gguf")
 
 

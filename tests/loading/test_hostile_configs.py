@@ -113,8 +113,8 @@ LIES: list[tuple[dict[str, Any], str]] = [
     ({"num_experts_per_tok": 0}, "is 0 and num_local_experts is 8, expected 1 to 8 experts"),
     ({"num_local_experts": 0}, "is 2 and num_local_experts is 0, expected 0 to 0 experts"),
     ({"hidden_act": "sillu"}, "'sillu', which Transformers does not know; did you mean 'silu'"),
-    ({"hidden_act": 7}, "config.json cannot be a mixtral's: .*'hidden_act'.* got int"),
-    ({"rms_norm_eps": "x"}, "config.json cannot be a mixtral's: .*'rms_norm_eps'.* got str"),
+    ({"hidden_act": 7}, "config.json is not a config of mixtral: .*'hidden_act'.* got int"),
+    ({"rms_norm_eps": "x"}, "config.json is not a config of mixtral: .*'rms_norm_eps'.* got str"),
     ({"max_position_embeddings": 1 << 60}, "max_position_embeddings is 1152921504606846976, expe"),
     ({"rope_parameters": {"x": [1 << 60]}}, "x is 1152921504606846976, expected at most"),
     *(
@@ -129,7 +129,7 @@ LIES: list[tuple[dict[str, Any], str]] = [
         for change in ({key: value}, {"vision_config": {"deeper": [{key: value}]}})
     ),
     *(
-        (change, f"{key}.*by which Transformers would")
+        (change, f"{key}.*with which Transformers would")
         for key, value in FETCHED.items()
         for change in ({key: value}, {"vision_config": {key: value}})
     ),

@@ -66,7 +66,11 @@ def test_what_published_tokenizers_do_passes(checkpoint: Path) -> None:
         ("tokenizer_config.json", {"tokenizer_class": 5}, "tokenizer_class is 5, expected a name"),
         ("tokenizer_config.json", {"chat_template": 5}, "chat_template is 5, expected a text"),
         ("tokenizer_config.json", {"auto_map": "x"}, "auto_map is 'x', expected an object"),
-        ("tokenizer_config.json", {"use_kernels": True}, "by which Transformers would run kernels"),
+        (
+            "tokenizer_config.json",
+            {"use_kernels": True},
+            "with which Transformers would run kernels",
+        ),
         ("tokenizer.json", {"model": None}, "has no tokenizer that loads"),
         ("tokenizer.json", {"added_tokens": None}, "has no tokenizer that loads"),
     ],

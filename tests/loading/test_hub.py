@@ -121,5 +121,5 @@ def test_a_directory_of_gguf_files_names_them(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"no config\.json but tiny-Q4_0\.gguf and 1 more; a GGUF"):
         find_model_path(tmp_path)
-    with pytest.raises(ModelError, match=r"other\.gguf is not a directory, nor a \.gguf file"):
+    with pytest.raises(ModelError, match=r"other\.gguf is not a directory or a \.gguf file"):
         find_model_path(tmp_path / "other.gguf")

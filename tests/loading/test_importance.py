@@ -117,11 +117,11 @@ def _roots(*squares: float) -> torch.Tensor:
 def test_what_is_no_importance_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "file"
     save_file({"x": torch.zeros(2)}, path)
-    with pytest.raises(FileFormatError, match="holds no importance"):
+    with pytest.raises(FileFormatError, match="has no importance"):
         open_importance(path)
     for damaged in (b"", b"no importance at all", write_dat(path, some()).read_bytes()[:-900]):
         path.write_bytes(damaged)
-        with pytest.raises(FileFormatError, match="no importance, or damaged"):
+        with pytest.raises(FileFormatError, match="not an importance file, or is damaged"):
             open_importance(path)
     path.write_bytes(write_gguf(path, some()).read_bytes()[:-900])
     with pytest.raises(FileFormatError, match="cannot be read as GGUF"):
@@ -189,7 +189,7 @@ def test_what_was_kept_is_found(tmp_path: Path) -> None:
     assert not torch.equal(found, unpack(pack(linear.weight, find_format("int4"))))
 
     save_importance(file, {"another.weight": squares})
-    with pytest.raises(ConfigError, match="knows no matrix of this model"):
+    with pytest.raises(ConfigError, match="has no matrix of this model"):
         tandem.load(dense, **options)
-    with pytest.raises(ConfigError, match="importance is '/no/such', which is no file"):
+    with pytest.raises(ConfigError, match="importance is '/no/such', which is not a file"):
         tandem.load(dense, importance="/no/such")

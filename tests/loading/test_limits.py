@@ -89,7 +89,7 @@ def test_weights_are_packed_by_the_threads_that_there_are() -> None:
     ("error", "said"),
     [
         (MemoryError(), "no more memory"),
-        (RuntimeError("can't start new thread"), "no more threads"),
+        (RuntimeError("can't start new thread"), "cannot start more threads"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), "no more memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "no more memory"),
         (ImportError("lib.so: failed to map segment from shared object"), "no more memory"),
@@ -118,4 +118,4 @@ def test_a_server_hears_of_threads_that_run_out() -> None:
     ours, theirs = Pipe()
     with pytest.raises(SystemExit):
         run_engine(load, EngineSettings(max_running=1, part_tokens=16), theirs)
-    assert "starts no more threads; end other programs" in ours.recv().message
+    assert "cannot start more threads; end other programs" in ours.recv().message

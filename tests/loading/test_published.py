@@ -134,7 +134,7 @@ def test_a_card_is_written_again_with_what_was_measured(
     assert "on a CPU, 8 threads, batch 1: prefill 79 tok/s, decode 17.0 tok/s" in card
     assert card.startswith("---\nbase_model: owner/tiny\nlicense: apache-2.0\n")
     assert main([*words[:3], "--measured", str(packed / "config.json")]) == 2
-    assert "is no report; give what tandem quality" in capsys.readouterr().err
+    assert "is not a report; give what tandem quality" in capsys.readouterr().err
 
 
 def test_a_published_model_is_compared_with_its_sums_once(
@@ -173,10 +173,10 @@ def name_outside(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (flip, r"other bytes than its SHA256SUMS says in tandem-experts-0000.*which is removed"),
+        (flip, r"tandem-experts-0000.* does not match its SHA256SUMS and was removed"),
         (
             truncate,
-            r"other bytes than its SHA256SUMS says in tandem-dense\.safetensors, which is remo",
+            r"tandem-dense\.safetensors does not match its SHA256SUMS and was removed",
         ),
         (omit_file, r"lacks tandem-dense\.safetensors, which its SHA256SUMS names"),
         (name_outside, r"has a damaged SHA256SUMS"),

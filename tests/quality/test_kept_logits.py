@@ -63,5 +63,5 @@ def test_damage_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match="window 2 have another checksum"):
         kept.of_window(2)
     save_file({"x": torch.zeros(2)}, path)
-    with pytest.raises(FileFormatError, match="holds no logits of tandem quality --keep"):
+    with pytest.raises(FileFormatError, match="has no logits of tandem quality --keep"):
         KeptLogits(path)

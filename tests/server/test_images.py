@@ -155,19 +155,19 @@ def test_files_below_the_allowed_directory_are_read(seeing: RunningServer, files
     ):  # fmt: skip
         reply = ask_chat(seeing, bad)
         assert reply.status == 400, bad
-        assert "no file below the directory" in reply.error["message"]
+        assert "not a file below the directory" in reply.error["message"]
 
 
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("https://example.org/a.png", "image 2 is elsewhere, and this server fetches nothing"),
-        ("HTTP://127.0.0.1/a.png", "image 2 is elsewhere"),
-        ("a.png", "image 2 is no data URL; send it as a data URL"),
-        ("", "image 2 is no data URL"),
+        ("https://example.org/a.png", "image 2 is an address, and this server downloads nothing"),
+        ("HTTP://127.0.0.1/a.png", "image 2 is an address"),
+        ("a.png", "image 2 is not a data URL; send it as a data URL"),
+        ("", "image 2 is not a data URL"),
         ("data:image/png;base64,%%%", "image 2 is not an image"),
-        ("data:image/png;base64,abcde", "image 2 is no base64"),
-        ("data:image/png,abc", "image 2 is no base64"),
+        ("data:image/png;base64,abcde", "image 2 is not base64"),
+        ("data:image/png,abc", "image 2 is not base64"),
         (as_data(b"%PDF-1.7"), "image 2 is not an image; expected PNG, JPEG"),
         (as_data(huge_png(100_000, 100_000)), "image 2 has far more pixels"),
         (as_data(huge_png(8192, 4097)), "has 8192 x 4097 pixels and at most 33554432 are read"),
@@ -280,10 +280,10 @@ def test_there_are_bounds_for_all_images_of_a_request(
 ) -> None:
     processor = load_processor(str(checkpoint), image_tokenizer(), IMAGE_TOKEN)
     reader = ImageReader(processor=processor, token_id=IMAGE_TOKEN)
-    with pytest.raises(ApiError, match="129 images and at most 128"):
+    with pytest.raises(ApiError, match="129 images; at most 128"):
         reader.write("text", URLS[:1] * 129)
     monkeypatch.setattr("tandem.apis.images._MOST_PIXELS", 6000)
-    with pytest.raises(ApiError, match="more than 6000 pixels together"):
+    with pytest.raises(ApiError, match="more than 6000 pixels in total"):
         reader.write("text", URLS)
 
 
@@ -292,5 +292,5 @@ def test_the_allowed_directory_must_be_there(tmp_path: Path) -> None:
 
     assert allowed_directory(None) is None
     assert allowed_directory(str(tmp_path)) == tmp_path.resolve()
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         allowed_directory(str(tmp_path / "none"))

@@ -69,7 +69,7 @@ def test_the_names_of_a_model_are_those_that_were_given(client: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"served_model_name": " , "}, "served_model_name holds no name"),
+        ({"served_model_name": " , "}, "served_model_name has no name"),
         ({"context_full": "explode"}, "context_full is 'explode'; expected stop or trim"),
     ],
 )

@@ -226,7 +226,7 @@ def test_all_that_is_kept_is_counted() -> None:
     ("fields", "words"),
     [
         ({"input": None}, "input is missing"),
-        ({"input": []}, "input holds no message"),
+        ({"input": []}, "input has no message"),
         ({"background": True}, "background is not supported; wait for the answer"),
         ({"conversation": "c"}, "conversation is not supported"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0"),

@@ -170,7 +170,7 @@ def test_one_that_a_gpu_does_not_hold_is_refused(
 
 
 def test_what_is_of_experts_is_refused_there_too(checkpoint: Path) -> None:
-    with shadow_gpu(), pytest.raises(ConfigError, match="decode_graph, eviction: that is of exp"):
+    with shadow_gpu(), pytest.raises(ConfigError, match="decode_graph, eviction: only for exp"):
         tandem.load(checkpoint, device="cuda", eviction="lru", decode_graph=False)
 
 

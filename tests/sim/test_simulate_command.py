@@ -163,12 +163,12 @@ def test_a_limit_without_any_decode_step_is_said(
         ([TRACE, "--disk", "fast"], "disk is 'fast'; expected a rate such as 16GB/s"),
         ([TRACE, "--disk", "profile"], "desktop-12gb has none; give a rate"),
         ([TRACE, "--disk", "2GB/s", "--prefetch", "2"], "--prefetch: with --disk the CPU"),
-        ([TRACE, "--disk", "2GB/s", "--expert-memory", "1MB"], "are the least"),
+        ([TRACE, "--disk", "2GB/s", "--expert-memory", "1MB"], "and need at least"),
         (
             [TRACE, "--disk", "2GB/s", "--host-experts", "2"],
             "--host-experts is 2.0; expected 0 to 1",
         ),
-        ([TRACE, "--host-experts", "0.4"], "--host-experts: that is memory over a disk"),
+        ([TRACE, "--host-experts", "0.4"], "--host-experts sets the memory over a disk"),
     ],
 )
 def test_mistakes_are_one_sentence_and_exit_code_2(

@@ -21,7 +21,7 @@ from tandem.generate.request import Request
 from tandem.generate.thinking import ThinkingLimit
 from tandem.text.text_tokens import TextTooLongError, token_ids
 
-# Room that a trimmed conversation leaves for an answer of unsaid length, in tokens.
+# Tokens that a trimmed conversation leaves for an answer without a stated length.
 _TRIMMED_ROOM = 512
 
 

@@ -13,7 +13,7 @@ from tandem.engine.messages import ModelInfo
 from tandem.generate.token_output import TokenOutput
 
 B = TypeVar("B", bound=Asked)
-# One object of a stream, before it is written.
+# One object of a stream, before it is serialized.
 Event = Mapping[str, object]
 
 

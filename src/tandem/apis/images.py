@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TEXT_ONLY = "this server's model reads text only; send no images"
 _MOST_IMAGES = 128
-# Of one request's images together: opened they take 400 MB.
+# Limit for all images of one request together: decoded, they take 400 MB.
 _MOST_PIXELS = 1 << 27
 _AS_DATA = "send it as a data URL (data:image/png;base64,...)"
 
@@ -50,7 +50,7 @@ class ImageReader:
             raise ApiError(400, self.why_none or TEXT_ONLY)
         if len(sources) > _MOST_IMAGES:
             raise ApiError(
-                400, f"the request has {len(sources)} images and at most {_MOST_IMAGES} are read"
+                400, f"the request has {len(sources)} images; at most {_MOST_IMAGES} are allowed"
             )
         images, num_pixels = [], 0
         for number, source in enumerate(sources, 1):
@@ -59,7 +59,7 @@ class ImageReader:
             if num_pixels > _MOST_PIXELS:
                 raise ApiError(
                     400,
-                    f"the request's images have more than {_MOST_PIXELS} pixels together; "
+                    f"the request's images have more than {_MOST_PIXELS} pixels in total; "
                     "send smaller ones, or fewer",
                 )
             images.append(image)
@@ -74,9 +74,9 @@ class ImageReader:
             return self._file(source, number)
         if scheme in ("http", "https"):
             raise ApiError(
-                400, f"image {number} is elsewhere, and this server fetches nothing; {_AS_DATA}"
+                400, f"image {number} is an address, and this server downloads nothing; {_AS_DATA}"
             )
-        raise ApiError(400, f"image {number} is no data URL; {_AS_DATA}")
+        raise ApiError(400, f"image {number} is not a data URL; {_AS_DATA}")
 
     def _file(self, source: str, number: int) -> Path:
         if self.directory is None:
@@ -92,9 +92,9 @@ class ImageReader:
             is_there = is_ours and path.is_file()
         except (OSError, ValueError):  # a name that no file can have
             is_there = False
-        if not is_there:  # whether there are files elsewhere is nobody's business
+        if not is_there:  # do not reveal whether files exist elsewhere
             raise ApiError(
-                400, f"image {number} is no file below the directory that this server may read"
+                400, f"image {number} is not a file below the directory that this server may read"
             )
         return path
 
@@ -106,7 +106,7 @@ def _decoded(source: str, number: int) -> bytes:
             raise binascii.Error
         return base64.b64decode(data)
     except (binascii.Error, ValueError):
-        raise ApiError(400, f"image {number} is no base64; {_AS_DATA}") from None
+        raise ApiError(400, f"image {number} is not base64; {_AS_DATA}") from None
 
 
 def allowed_directory(name: str | None) -> Path | None:
@@ -117,7 +117,9 @@ def allowed_directory(name: str | None) -> Path | None:
         return None
     directory = Path(name).expanduser().resolve()
     if not directory.is_dir():
-        raise ConfigError(f"image_files is {name!r}, which is no directory; name one that is there")
+        raise ConfigError(
+            f"image_files is {name!r}, which is not a directory; name one that exists"
+        )
     return directory
 
 

@@ -25,13 +25,13 @@ from tandem.apis.errors import ApiError
 from tandem.core.registry import nearest_names
 
 _SENTENCE = "tandem_sentence"
-_SHOWN = 64  # characters of a name or value that a message repeats
-_MOST_NAMED = 16  # ignored fields of one body
-# Each bound is 50 to 70 ms of parsing and checking. A conversation of 4,096 messages has 40,000
+_SHOWN = 64  # characters of a name or value that a message shows
+_MOST_NAMED = 16  # ignored fields that are named, for one body
+# At each bound, parsing and checking take 50 to 70 ms. A conversation of 4,096 messages has 40,000
 # strings, lists and objects; numbers are token ids.
 _MOST_VALUES = 100_000
 _MOST_NUMBERS = 1_000_000
-# What each of pydantic's errors expected; "{...}" is from the error's context.
+# What each of pydantic's errors expected; "{...}" comes from the error's context.
 _EXPECTED = {
     "string_type": "a string",
     "int_type": "an integer",
@@ -181,7 +181,7 @@ def _require_few_values(raw: bytes) -> None:
     num_values = unescaped.count(b'"') // 2
     num_commas = 0
     if num_values <= _MOST_VALUES:
-        outside = b"".join(unescaped.split(b'"')[::2])  # of strings
+        outside = b"".join(unescaped.split(b'"')[::2])  # the text outside of strings
         num_values += outside.count(b"[") + outside.count(b"{")
         num_commas = outside.count(b",")
     for number, most, what in (
@@ -225,7 +225,8 @@ def _in_words(details: Sequence[ErrorDetails], data: object, known: list[str]) -
     """Return the error for the first wrong field."""
     problems = [_located(detail, data) for detail in details]
     first = problems[0].path[:1]
-    # A value that may be of several kinds has an error for each: the deepest is of the kind meant.
+    # A value that may be of several types has an error for each. The deepest error belongs to the
+    # type that the client meant.
     own = [problem for problem in problems if problem.path[:1] == first]
     depth = max(len(problem.path) for problem in own)
     own = [problem for problem in own if len(problem.path) == depth]

@@ -21,7 +21,7 @@ from tandem.dialects.grammar import (
 )
 from tandem.dialects.tool_grammar import ANY_OBJECT, DescribedTool, calls_or_json
 
-# Writes a grammar. That may take long, so it is called in the grammar process alone.
+# Writes a grammar. Only the grammar process calls it, because it may take long.
 GrammarWriter = partial[str] | partial[str | None]
 
 
@@ -45,7 +45,7 @@ def text_grammar(body: Sampling) -> GrammarWriter | None:
     """Return a writer of the grammar of an answer without tool calls; None: no grammar."""
     guides = _guides(body)
     if len(guides) > 1:
-        raise ApiError(400, f"{' and '.join(guides)} rule one answer; give one of them")
+        raise ApiError(400, f"{' and '.join(guides)} are given; give only one of them")
     return next(iter(guides.values()), None)
 
 
@@ -107,7 +107,7 @@ def _wanted(choice: ToolChoice | str, tools: list[Tool]) -> list[DescribedTool]:
     chosen = choice.function.name if isinstance(choice, ToolChoice) else None
     wanted = [tool for tool in described_tools(tools) if chosen in (None, tool.name)]
     if not wanted:
-        raise ApiError(400, f"tool_choice names {chosen!r}, which is none of the tools")
+        raise ApiError(400, f"tool_choice names {chosen!r}, which is not one of the tools")
     return wanted
 
 

@@ -20,7 +20,7 @@ _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _Json = dict[str, object]
 _TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-# Some clients say -1 for as many as there is room for.
+# Some clients send -1 for "as many as fit".
 _MaxTokens = Annotated[int, Field(ge=1, le=2**31)] | Literal[-1]
 _MaxTokensOrNone = Annotated[int, Field(ge=0, le=2**31)] | Literal[-1]
 _Budget = Annotated[int, Field(ge=0, le=2**31)]
@@ -32,9 +32,9 @@ _TIERS = {"priority": -1, "flex": 1}
 
 _UNSUPPORTED = {
     "best_of": Unsupported((1,), "ask for several answers with n, and choose among them"),
-    "suffix": Unsupported(("",), "this server's model goes on with a text and fills no gaps"),
+    "suffix": Unsupported(("",), "this server's model continues texts and does not fill gaps"),
     "use_beam_search": Unsupported((False,), "leave it out"),
-    "verbosity": Unsupported(("medium",), "say in the prompt how long the answer is to be"),
+    "verbosity": Unsupported(("medium",), "say in the prompt how long the answer should be"),
     "audio": Unsupported((), "this server's model writes text only"),
     "functions": Unsupported(([],), "describe them in tools"),
     "function_call": Unsupported(("none", "auto"), "name the tool in tool_choice"),

@@ -34,7 +34,7 @@ def turn_of(message: Message) -> dict[str, object]:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    # Templates write it again in the model's own form.
+                    # Templates serialize the arguments again in the model's own format.
                     "arguments": json_value(call.function.arguments),
                 },
             }
@@ -57,7 +57,7 @@ def template_options(body: ChatRequest) -> Mapping[str, object]:
                 param="chat_template_kwargs",
             )
     if body.enable_thinking is not None:
-        for name in ("enable_thinking", "thinking"):  # families differ in its name
+        for name in ("enable_thinking", "thinking"):  # families name this option differently
             options.setdefault(name, body.enable_thinking)
     if body.continue_final_message:
         options |= {"continue_final_message": True, "add_generation_prompt": False}

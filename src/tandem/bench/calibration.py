@@ -25,7 +25,7 @@ from tandem.trace import RoutingTrace
 WINDOW_TOKENS = 256
 BATCHES = (1, 2, 4, 8, 16, 32)
 
-Progress = Callable[[int, int], None]  # windows done, windows in all
+Progress = Callable[[int, int], None]  # (windows done, total)
 Ints = npt.NDArray[np.integer]
 
 
@@ -65,7 +65,7 @@ def calibrate(
         )
     num_taught = 3 * len(windows) // 4
     runtime = require_experts(model)
-    with runtime.using(runtime.cpu_executor()):  # nothing is planned for a calibration
+    with runtime.using(runtime.cpu_executor()):  # calibration needs no planning
         routers = find_routers(model, runtime.bound)
         if isinstance(routers, str):
             name = type(model).__name__

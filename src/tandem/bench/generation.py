@@ -32,9 +32,9 @@ from tandem.recording.recorder import Operation
 from tandem.recording.replay import StepRecording
 
 _CEILING_SAMPLES = 5
-WARM_UP_STEPS = 6  # recorded and compared in these
+WARM_UP_STEPS = 6  # steps in which the recording is made and compared
 _PROFILE_RUNS = 10
-_READ_EVERY = 4  # steps; the one after a reading finds the caches empty
+_READ_EVERY = 4  # steps; the step after a reading runs with cold CPU caches
 _ROUTER_WORK = {"softmax", "_softmax", "topk", "sum", "div", "div_", "gather", "sigmoid", "sort"}
 
 
@@ -101,7 +101,7 @@ def measure(
     prompts = dict(enumerate(_random_prompts(model, work)))
     pool = generator.slot_pool(work.batch, capacity=work.prompt_tokens + work.new_tokens)
     start = time.perf_counter()
-    pool.prefill(prompts)  # once for the memory of a prompt's activations
+    pool.prefill(prompts)  # once, so that the memory for a prompt's activations is allocated
     first_prefill = time.perf_counter() - start
     if isinstance(pool, CachedSlotPool):
         pool.pretend(work.depth, work.prompt_tokens + work.new_tokens)

@@ -24,7 +24,8 @@ from tandem.kernels.formats.weight_format import WeightFormat, find_format
 from tandem.kernels.memory import allocate_buffers
 from tandem.kernels.native import ActivationKind, NativeActivation, compute_experts
 
-# (hidden size, intermediate size) of one expert; Nemotron's are missing, which have no gate.
+# (hidden size, intermediate size) of one expert. Nemotron's experts are missing because they have
+# no gate.
 SHAPES = {
     "qwen3-30b-a3b": (2048, 768),
     "mixtral-8x7b": (4096, 14336),
@@ -40,11 +41,11 @@ SHAPES = {
 FORMATS = ("bf16", "int8", "int4", "mxfp4")
 TOKENS = (1, 4, 128, 512)
 
-_NUM_ACTIVE = 8  # experts of one call
+_NUM_ACTIVE = 8  # active experts per call
 _CEILING_BYTES = 1 << 29
 _SAMPLE_BYTES = 1 << 27
-_MULTIPLY_COUNTS = {4: 2_000_000, 8: 2_000_000, 16: 500_000}  # by the bits of a code
-_STORE_BYTES = 500_000_000  # several times the largest last-level caches of one socket's part
+_MULTIPLY_COUNTS = {4: 2_000_000, 8: 2_000_000, 16: 500_000}  # by bits of a code
+_STORE_BYTES = 500_000_000  # several times one socket's share of the largest last-level caches
 _ROUNDS = 5
 _ROUND_SECONDS = 0.12
 _MIN_CALLS, _MAX_CALLS = 2, 40
@@ -216,9 +217,8 @@ class _Own:
         begin = torch.arange(0, tokens * active + 1, tokens, dtype=torch.int32, device="cpu")
         token = torch.arange(tokens, dtype=torch.int32, device="cpu").repeat(active)
         activation = NativeActivation(ActivationKind.SWIGLU)
-        out = torch.empty(
-            tokens * active, self._layout.hidden_size, device="cpu"
-        )  # an executor keeps it too
+        # Allocated once, as an executor does.
+        out = torch.empty(tokens * active, self._layout.hidden_size, device="cpu")
         seconds = []
         for _ in range(num_calls + 1):
             chosen = (torch.arange(active, device="cpu") + self._call * active) % len(self._store)

@@ -27,7 +27,7 @@ class ModelShape:
             key: value[first:end] if _is_by_layer(value, total) else value
             for key, value in self.values.items()
         }
-        if "per_layer_config" in values:  # what differs, by a layer's number
+        if "per_layer_config" in values:  # overrides, keyed by layer number
             own = {int(layer) - first: one for layer, one in values["per_layer_config"].items()}
             values["per_layer_config"] = {n: one for n, one in own.items() if 0 <= n < end - first}
         return replace(self, values=values | {"num_hidden_layers": end - first})
@@ -71,19 +71,20 @@ def _every(period: int, num_layers: int, others: str) -> list[str]:
     return [others if layer % period else "full_attention" for layer in range(1, num_layers + 1)]
 
 
-# Nemotron 3 Nano's layers: Mamba-2, experts, attention.
+# Nemotron 3 Nano's layer types: Mamba-2, experts, attention.
 _NEMOTRON_LAYERS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
 _NEMOTRON_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _LFM2_ATTENTION = (2, 6, 10, 14, 18, 21)  # the other layers of LFM2-8B-A1B are convolutions
-# DeepSeek-V4-Flash's: two windows, then compressed keys of ratio 4 and of ratio 128 in turns.
+# DeepSeek-V4-Flash's layers: two windows, then compressed keys with ratios of 4 and 128
+# alternately.
 _DEEPSEEK_V4_LAYERS = [
     *["sliding_attention"] * 2,
     *["compressed_sparse_attention", "heavily_compressed_attention"] * 20,
     "compressed_sparse_attention",
 ]
 
-# Where values differ from the defaults of the architecture's configuration class, they are those
-# of the released model's config.json.
+# Values that differ from the defaults of the architecture's configuration class are those of the
+# released model's config.json.
 MODEL_SHAPES = {
     "qwen3-30b-a3b": ModelShape(
         "qwen3_moe",
@@ -225,7 +226,6 @@ MODEL_SHAPES = {
 }  # fmt: skip
 
 
-# Of models without experts.
 DENSE_SHAPES = {
     "qwen3-8b": ModelShape(
         "qwen3",

@@ -70,7 +70,7 @@ def build_random_model(
     if not shape.beside:
         _drop_towers(model)
     put_on_interface(model)
-    # First, so that what is packed is not counted as it would be loaded.
+    # First, so that the next step counts these layers as packed ones.
     fmt = parse_dense_dtype(dense_dtype)
     _pack_linear_layers(model, fmt, quantizer.runtime.threads, draw_matrix)
     quantizer._process_model_before_weight_loading(model)
@@ -102,7 +102,7 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
     if vocabulary is not None:
         values["vocab_size"] = vocabulary
         if "unpadded_vocab_size" in vars(CONFIG_MAPPING[shape.model_type]()):
-            values["unpadded_vocab_size"] = vocabulary  # Inkling's logits
+            values["unpadded_vocab_size"] = vocabulary  # the size of Inkling's logits
     if shape.whole:
         text = values | {"model_type": shape.model_type}
         whole = AutoConfig.for_model(shape.whole, text_config=text, **shape.beside)
@@ -116,8 +116,8 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
     own = text_class(shape.model_type)
     if own is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
-            f"Transformers builds no text model of {shape.model_type} by itself, so no copy of it "
-            "can be measured; tandem plan --no-measure leaves speeds out"
+            f"Transformers cannot build a text model of {shape.model_type}, so its speed cannot be "
+            "measured; tandem plan --no-measure leaves speeds out"
         )
     with torch.device("meta"):
         if own is not None:

@@ -9,7 +9,7 @@ from tandem.kernels.formats.packed import PackedMatrix
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 from tandem.kernels.memory import allocate_buffers
 
-# Experts that are drawn; the others of a layer are copies, at addresses of their own.
+# Only so many experts of a layer are drawn. The others are copies at their own addresses.
 _DRAWN_EXPERTS = 2
 _STD = 0.02
 
@@ -46,9 +46,9 @@ def _draw_codes(buffer: Tensor, fmt: WeightFormat) -> None:
     if fmt.kind in ("bf16", "fp16"):
         buffer.view(torch.bfloat16 if fmt.kind == "bf16" else torch.float16).normal_(std=_STD)
     elif fmt.kind == "fp8":
-        buffer.random_(0, 0x7E)  # without e4m3's NaN
+        buffer.random_(0, 0x7E)  # excludes e4m3's NaN
     else:
-        buffer.view(torch.int64).random_()  # 63 bits; eight times as fast as byte by byte
+        buffer.view(torch.int64).random_()  # 63 random bits; eight times as fast as drawing bytes
         grid = fmt.encoding.grid
         if grid is not None and grid.factor is not None:
             _make_finite(buffer.view(torch.int32), grid.words, grid.factor)
@@ -56,7 +56,7 @@ def _draw_codes(buffer: Tensor, fmt: WeightFormat) -> None:
 
 def _make_finite(words: Tensor, per_super: int, factor: BitField) -> None:
     """Set the factors in random words to about 2^-10: sign and upper exponent bits are set."""
-    word, bit = divmod(factor.at(3), 32)  # the highest of the word
+    word, bit = divmod(factor.at(3), 32)  # the highest bit of the factor's field
     parts = words.view(-1, per_super, ROWS_PER_BLOCK)[:, word]
     parts.bitwise_and_((1 << bit) - 1).bitwise_or_(1 << bit)
 

@@ -25,16 +25,16 @@ def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterato
     if any(layer.arrivals.num_spare for layer in runtime.store):
         raise UnsupportedModelError(
             f"routers of {type(model).__name__} also choose experts without weights, which return "
-            "their input, and a trace holds none such; record another model"
+            "their input, and a trace cannot contain those; record another model"
         )
     inner, own = runtime.executor, runtime.look_ahead
     ahead: LookAhead | str
     if own is not None and inner.asks_ahead:
-        ahead = own  # the executor asks it, and must not be given other guesses
+        ahead = own  # the executor asks this one; a second one would make different guesses
     elif given is not None:
         ahead = given
     else:
-        with runtime.using(runtime.cpu_executor()):  # the search's steps are not reported
+        with runtime.using(runtime.cpu_executor()):  # these steps must not reach the listeners
             ahead = look_ahead(
                 model,
                 runtime.bound,

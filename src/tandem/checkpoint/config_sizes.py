@@ -22,16 +22,16 @@ from tandem.core.errors import ModelError
 
 _LAYERS = re.compile(r"(.*_)?layers|n_layer|depth")
 _NUMBER = re.compile(r"(?<!experts)\.(\d{1,9})(?![^.])")
-# No sizes, and published with tens of thousands of millions and more.
+# Not sizes; published configs have values beyond 10^10.
 _UNBOUNDED = re.compile(r".*(theta|base|max_length)")
-# Tiny models have fewer tensors than some keys say that none of their layers is meant by.
+# In tiny models, keys unrelated to the number of layers may exceed the number of tensors.
 _FEW_LAYERS = 256
-# Positions, bases of rotary embeddings and the like, which no tensor has.
+# The limit for numbers that size no tensor, such as positions and bases of rotary embeddings.
 _MOST_OF_ANYTHING = 1 << 31
-# A layer has about ten tensors, and twice as many modules that have none.
+# A layer has about ten tensors, and twice as many modules without any.
 _MODULES_PER_TENSOR = 16
 _FEW_MODULES = 2_000
-# Tied weights are counted twice while they are made.
+# Tied weights count twice while the model is built.
 _SLACK = 2
 _FEW_ELEMENTS = 1 << 22
 _SHOWN_SIZES = 3

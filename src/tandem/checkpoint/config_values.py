@@ -16,15 +16,16 @@ from tandem.core.errors import ModelError, TandemError, exhaustion
 from tandem.core.registry import nearest_names
 from tandem.foreign_types import PreTrainedConfig
 
-# As Transformers' configs call them.
+# Names of counts in Transformers' configs.
 _COUNTS = (
     "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings", "attention_chunk_size", "index_block_size", "index_topk_blocks",
     "sparse_block_size", "sparse_topk_blocks",
 )  # fmt: skip
-# Configs in a config; DBRX has its experts in the second, MiniMax-M3 its indexers in the third.
+# Configs within a config. DBRX keeps its experts in the second, MiniMax-M3 its indexers in the
+# third.
 _PARTS = ("text_config", "ffn_config", "sparse_attention_config")
-# Of these, 0 says that the model has none, or finds the size elsewhere.
+# For these, 0 means that the model has none or derives the size from another key.
 _OPTIONAL_COUNTS = ("head_dim", "index_topk", "intermediate_size", "moe_intermediate_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = (
@@ -35,7 +36,7 @@ _TOP_K = (
     "moe_k",
     "moe_top_k",
 )
-_ITERATIONS = ("hc_sinkhorn_iters",)  # in each layer, for every token; released models have 20
+_ITERATIONS = ("hc_sinkhorn_iters",)  # per layer and token; released models have 20
 _MOST_ITERATIONS = 1000
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
 _DTYPES = ("dtype", "torch_dtype")
@@ -72,7 +73,7 @@ def require_readable_config(directory: Path, model_type: str) -> None:
     """Let Transformers parse a config.json of a model type that it knows; raises `ModelError`."""
     from transformers import AutoConfig
 
-    with foreign_errors(f"{directory}/config.json cannot be a {model_type}'s"):
+    with foreign_errors(f"{directory}/config.json is not a config of {model_type}"):
         AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
 
 
@@ -118,7 +119,7 @@ def foreign_errors(what: str) -> Iterator[None]:
     except TandemError:
         raise
     except BaseException as error:
-        # A panic of the Rust in tokenizers and safetensors is no `Exception`.
+        # A panic in the Rust code of tokenizers and safetensors is not an `Exception`.
         is_panic = type(error).__name__ == "PanicException"
         if not (isinstance(error, Exception) or is_panic) or _is_own_assertion(error):
             raise
@@ -148,7 +149,7 @@ def _sentence(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    if lines[0].endswith(":") and len(lines) > 1:  # the field is in the next line once more
+    if lines[0].endswith(":") and len(lines) > 1:  # the next line names the field again
         return re.sub(r"^\w+Error: ", "", lines[1])
     return lines[0]
 
@@ -179,7 +180,7 @@ def require_top_k(where: str, part: Mapping[str, object]) -> None:
     if not counts:
         return
     experts, most = max(counts, key=lambda pair: pair[1])
-    least = min(most, 1)  # without experts none may be chosen: a dense model
+    least = min(most, 1)  # a dense model has 0 experts and chooses 0
     for name in _TOP_K:
         top_k = part.get(name)
         if is_int(top_k) and not least <= top_k <= most:

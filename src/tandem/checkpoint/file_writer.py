@@ -21,7 +21,7 @@ from torch import Tensor
 from tandem.kernels import _native
 from tandem.kernels.formats.weight_format import FILE_ALIGNMENT_BYTES, aligned
 
-_CHUNK_BYTES = 1 << 20  # is still in the processor's cache when the second sum is made
+_CHUNK_BYTES = 1 << 20  # small enough that the second checksum reads it from the CPU's cache
 _LENGTH_BYTES = 8
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",

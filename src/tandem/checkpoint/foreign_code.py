@@ -11,10 +11,10 @@ from pathlib import Path
 from tandem.checkpoint.json_files import JsonObject, shown
 from tandem.core.errors import ModelError, UnsupportedModelError
 
-# Which functions compute attention or experts; the hub's kernels are OWNER/NAME.
+# Keys that choose the functions for attention or experts. A kernel of the hub is named OWNER/NAME.
 _IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 _KERNEL = re.compile(r"[/:@|]")
-# Key -> what Transformers would do with a value that says something.
+# Key -> what Transformers would do if it had a value.
 _REFUSED = {
     "transformers_weights": "load weights that are not checked",
     "configuration_files": "read another config",
@@ -41,12 +41,12 @@ def require_no_foreign_code(file: Path, content: JsonObject) -> None:
             _require_local_implementation(file, key, value)
         elif key in _REFUSED and value:
             raise ModelError(
-                f"{file} has {key} {shown(value)}, by which Transformers would {_REFUSED[key]}; "
+                f"{file} has {key} {shown(value)}, with which Transformers would {_REFUSED[key]}; "
                 "remove that line"
             )
         elif key == "architecture" and isinstance(value, str) and _TIMM_HUB.match(value):
             raise ModelError(
-                f"{file} has {key} {shown(value)}, by which Transformers would fetch another "
+                f"{file} has {key} {shown(value)}, with which Transformers would fetch another "
                 "model; remove that line"
             )
 

@@ -16,9 +16,9 @@ from tandem.checkpoint.sources.gguf_header import parts_of
 from tandem.core.errors import ConfigError, ModelError, first_line
 
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<tag>[\w.-]+))?")
-# What a model needs; not the same weights once more in other frameworks' formats.
+# The files that a model needs, without copies of its weights in other frameworks' formats.
 _WEIGHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-# Beside these what says where it comes from, which may change after it was published.
+# And the files that describe its origin, which may change after a model was published.
 _WANTED = (*_WEIGHED, SUMS_FILE, "README.md", "LICENSE*")
 _SHOWN_MODELS = 8
 _Answer = TypeVar("_Answer")
@@ -43,7 +43,7 @@ def is_gguf(path: Path) -> bool:
 def find_model_path(model: str | Path, options: HubOptions | None = None) -> Path:
     """Return a model's directory or GGUF file, downloading a hub id; raises `ModelError`."""
     name, options = str(model), options or HubOptions()
-    if not name.strip():  # a path of it would be the current directory
+    if not name.strip():  # `Path` would take it for the current directory
         raise ModelError(
             "the model's name is empty; give a model directory, a .gguf file or a hub id"
         )
@@ -60,8 +60,7 @@ def find_model_path(model: str | Path, options: HubOptions | None = None) -> Pat
     hub_id = _HUB_ID.fullmatch(name)
     if hub_id is None or Path(model).parent.is_dir():
         raise ModelError(
-            f"{name} is not a directory, nor a .gguf file that is here; expected one of them or a "
-            "hub id"
+            f"{name} is not a directory or a .gguf file; expected one of them or a hub id"
         )
     if hub_id["tag"] is not None:
         return _download_gguf(hub_id["name"], hub_id["tag"], options)
@@ -108,7 +107,7 @@ def _download_gguf(name: str, tag: str, options: HubOptions) -> Path:
             return HfApi(token=options.token).list_repo_files(name, revision=options.revision)
         except (HfHubHTTPError, HFValidationError):
             raise
-        except Exception:  # offline, or no network: of a kind that the hub's versions change
+        except Exception:  # offline; the class of the error differs between versions of the hub
             return None
 
     names = _from_hub(name, options, listed)
@@ -160,16 +159,14 @@ def _from_hub(name: str, options: HubOptions, ask: Callable[[], _Answer]) -> _An
     except LocalEntryNotFoundError as error:
         raise _not_here(name, options) from error
     except HFValidationError as error:
-        raise ModelError(f"{name} is no hub id ({error}); expected OWNER/NAME") from error
+        raise ModelError(f"{name} is not a hub id ({error}); expected OWNER/NAME") from error
     except HfHubHTTPError as error:
         last_line = str(error).strip().splitlines()[-1]
         raise ModelError(
-            f"the hub does not give {name}: {last_line}; check the id and the revision, and for a "
-            "gated model log in (hf auth login) or pass a token"
+            f"the hub refuses to send {name}: {last_line}; check the id and the revision, and for "
+            "a gated model log in (hf auth login) or pass a token"
         ) from error
-    except (
-        Exception
-    ) as error:  # of the system, or of an HTTP library that the hub's versions change
+    except Exception as error:  # the system's, or one that the hub's versions change
         why = first_line(error)
         raise ModelError(
             f"{name} cannot be downloaded ({why}); {_what_is_here(options.cache_dir)}"

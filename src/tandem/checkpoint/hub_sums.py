@@ -48,26 +48,26 @@ def require_as_published(directory: Path, name: str, wanted: Sequence[str]) -> N
         if any(fnmatch(file, pattern) for pattern in wanted)
     }
     if INDEX_FILE not in sums:
-        return  # another program's list, for files of its own
+        return  # another program wrote this list
     missing = [file for file in sums if not (directory / file).is_file()]
     if missing:
         raise ModelError(
             f"{name} lacks {_shown(missing)}, which its {SUMS_FILE} names: run the same command "
-            "again, and if it says the same, tell who published it"
+            "again, and if that does not help, tell the publisher"
         )
     mark, state = directory / _CHECKED_FILE, _state(directory, sums)
     if mark.is_file() and mark.read_text(encoding="utf-8", errors="replace") == state:
         return
     damaged = [file for file, sha in sums.items() if _sum_of(directory / file) != sha]
     if damaged:
-        for file in [*damaged, SUMS_FILE]:  # the list itself may be what is damaged
+        for file in [*damaged, SUMS_FILE]:  # the list of checksums may itself be damaged
             _remove(directory / file)
         raise ModelError(
-            f"{name} was downloaded with other bytes than its {SUMS_FILE} says in "
-            f"{_shown(damaged)}, which is removed: run the same command again to download it, and "
-            "if it says the same, tell who published it"
+            f"{name} was downloaded, but {_shown(damaged)} does not match its {SUMS_FILE} and was "
+            "removed: run the same command again to download it, and if that does not help, tell "
+            "the publisher"
         )
-    with contextlib.suppress(OSError):  # a cache that cannot be written is compared each time
+    with contextlib.suppress(OSError):  # if this fails, files are compared each time
         mark.write_text(state, encoding="utf-8")
 
 
@@ -78,7 +78,7 @@ def _read_sums(directory: Path, name: str) -> dict[str, str]:
         if file.stat().st_size > _MOST_BYTES:
             raise ValueError
         return dict(_entries(file.read_text(encoding="utf-8")))
-    except ValueError:  # no text either
+    except ValueError:  # not even text
         raise ModelError(
             f"{name} has a damaged {SUMS_FILE}: its lines are not a sum and a file's name; run the "
             "same command with another --revision, or tell who published it"

@@ -19,7 +19,7 @@ from tandem.core.errors import ConfigError, FileFormatError
 
 _FORMAT = "tandem-importance-1"
 _SQUARES, _TOKENS, _DIVERGENCE = ".mean_square", ".tokens", ".divergence"
-_MANY_TOKENS = 1 << 20  # so many that no prior matters
+_MANY_TOKENS = 1 << 20  # large enough to outweigh any prior
 
 
 class Importance:
@@ -51,7 +51,7 @@ class Importance:
         """Raise `ConfigError` if the file knows none of these parameters."""
         if not any(self._find(parameter) for parameter in parameters):
             raise ConfigError(
-                f"{self._path} knows no matrix of this model; give the importance of this model "
+                f"{self._path} has no matrix of this model; give the importance of this model "
                 "(tandem importance MODEL)"
             )
 
@@ -63,9 +63,9 @@ class Importance:
                 f"{shape[0]} x {shape[1]}; give the importance of this model"
             )
         squares, tokens = squares.view(shape), found.tokens
-        if not len(tokens):  # not counted: ones stand where no token came
+        if not len(tokens):  # without counts, inputs of ones mean that no token came
             tokens = torch.where((squares == 1).all(-1), 0, _MANY_TOKENS)
-        are_inner = parameter.endswith(".down_proj")  # of experts: each has channels of its own
+        are_inner = parameter.endswith(".down_proj")  # each expert has its own channels
         return importance_of(InputSquares(squares, tokens), are_inner=are_inner)
 
 
@@ -82,7 +82,8 @@ def save_importance(
     }
     for name, (squares, tokens) in found.items():
         tensors[name + _SQUARES] = squares.float().contiguous()
-        tensors[name + _TOKENS] = tokens.to(torch.int64).clone()  # shared memory is refused
+        # Tensors that share memory are refused.
+        tensors[name + _TOKENS] = tokens.to(torch.int64).clone()
     partial = path.with_name(f"{path.name}.part")
     try:
         save_file(tensors, partial, metadata={"format": _FORMAT})
@@ -112,7 +113,7 @@ def _open_own(path: Path) -> Importance:
         file: Any = safe_open(path, framework="pt")
         if (file.metadata() or {}).get("format") != _FORMAT:
             raise FileFormatError(
-                f"{path} holds no importance; give a file of tandem importance, or an imatrix of "
+                f"{path} has no importance; give a file of tandem importance, or an imatrix of "
                 "llama.cpp"
             )
         names = set(file.keys())

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# An expert that so many tokens reached follows them and what is known before by halves.
+# After so many tokens an expert's own squares and the prior have equal weight.
 _PRIOR_TOKENS = 32.0
-# Of the mean: an input that was always 0 in a text may be another in the next.
+# Share of the mean. An input that was always 0 in this text may be nonzero in another.
 _LEAST = 1e-2
 
 
@@ -15,7 +15,7 @@ class InputSquares(NamedTuple):
     """The mean squares collected for one matrix, or for each expert's."""
 
     mean_square: Tensor  # (num_matrices, cols) fp32
-    tokens: Tensor  # (num_matrices,) that reached each; none: not counted
+    tokens: Tensor  # (num_matrices,) tokens that reached each; empty if they were not counted
 
 
 def importance_of(found: InputSquares, *, are_inner: bool) -> Tensor:

@@ -12,8 +12,8 @@ from tandem.core.errors import ModelError
 
 JsonObject = dict[str, Any]
 
-_MOST_BYTES = 256 << 20  # the largest tokenizer.json published has 35 MB
-_DEEPEST = 32  # the configs of Transformers nest 5 deep, tokenizers 8
+_MOST_BYTES = 256 << 20  # the largest published tokenizer.json has 35 MB
+_DEEPEST = 32  # configs of Transformers nest 5 deep, tokenizers 8
 _LONGEST_SHOWN = 80
 _MOST_SHOWN = 1000
 
@@ -109,4 +109,4 @@ def _require_encodable(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise DamagedJsonError(f"{ascii(text)[:_LONGEST_SHOWN]} is no text") from None
+        raise DamagedJsonError(f"{ascii(text)[:_LONGEST_SHOWN]} is not text") from None

@@ -19,15 +19,15 @@ from tandem.kernels.formats.weight_format import SECTION_ALIGNMENT_BYTES
 from tandem.kernels.memory import allocate
 
 _SUFFIXES = (".safetensors", ".gguf")
-# Where the hub's cache keeps files by their hashes; those of a snapshot are links to them.
+# The hub's cache keeps files here by hash; a snapshot has links to them.
 _HUB_FOLDER = "blobs"
 _CHUNK_BYTES = 8 << 20
-# Enough to keep a disk's queue full; reading is the disk's work, not the processor's.
+# Enough to keep a disk's queue full. Reading costs the disk time, not the CPU.
 _READERS = 4
-_MADV_PAGEOUT = 21  # of Linux 5.4; older ones refuse it, and nothing is lost
-_MADV_POPULATE_READ = 22  # of Linux 5.14; likewise
+_MADV_PAGEOUT = 21  # since Linux 5.4; older kernels refuse it, which does no harm
+_MADV_POPULATE_READ = 22  # since Linux 5.14; likewise
 _MAPPED_AT_ONCE_BYTES = 64 << 20
-# Linux reads no more at one advice than a device's window, of which this is the usual one.
+# Linux reads at most one read-ahead window per advice; this is the usual window.
 _ADVISED_BYTES = 128 << 10
 
 
@@ -120,7 +120,7 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
     several threads.
     """
     buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
-    for _ in range(_READERS):  # mapped, so that the memory is given back for certain
+    for _ in range(_READERS):  # mapped, so that closing them certainly returns the memory
         buffers.put(mmap.mmap(-1, _CHUNK_BYTES))
 
     def read(descriptor: int, offset: int, size: int) -> None:
@@ -146,7 +146,7 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
             try:
                 for done in [pool.submit(read, *chunk) for chunk in chunks]:
                     done.result()
-            except BaseException:  # Ctrl-C too: what is not begun is not read
+            except BaseException:  # also for Ctrl-C: reads that have not begun are cancelled
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     finally:
@@ -226,7 +226,7 @@ def _joined(extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _madvise() -> Callable[[int, int, int], int]:
-    madvise = ctypes.CDLL(None).madvise  # other threads go on meanwhile
+    madvise = ctypes.CDLL(None).madvise  # ctypes releases the GIL, so other threads go on
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return madvise
 
@@ -269,6 +269,6 @@ def _is_cached(descriptor: int, offset: int, size: int) -> bool:
     try:
         for place in (offset, offset + size // 2):
             os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT)
-    except OSError:  # EAGAIN: it would have to wait; or the file system does not know the flag
+    except OSError:  # EAGAIN: it would wait for the disk; or the flag is unknown
         return False
     return True

@@ -68,7 +68,7 @@ def read_reports(files: Sequence[str]) -> list[JsonObject]:
             report = None
         if not isinstance(report, dict) or not report.keys() & {"perplexity", "milliseconds"}:
             raise ConfigError(
-                f"--measured: the last line of {file} is no report; give what tandem quality "
+                f"--measured: the last line of {file} is not a report; give what tandem quality "
                 "--json or tandem bench --json printed"
             )
         found.append(report)
@@ -87,7 +87,7 @@ def _card(directory: Path, origin: Origin, reports: Sequence[JsonObject]) -> Ite
     yield from [f"base_model: {origin.base_model}"] if origin.base_model else []
     yield from [f"license: {origin.licence}"] if origin.licence else []
     yield from ("library_name: tandem-moe", "tags:", "- moe", "- tandem", "---", "")
-    from tandem.checkpoint.packed_files import read_metadata  # which loads torch
+    from tandem.checkpoint.packed_files import read_metadata  # it imports torch
 
     base = origin.base_model
     yield f"# {directory.resolve().name}"

@@ -19,9 +19,9 @@ from tandem.core.errors import ModelError
 INDEX_FILE = "tandem.safetensors.index.json"
 DENSE_FILE = "tandem-dense.safetensors"
 CHECKSUMS_KEY = "sha256"  # in the index's metadata: file -> checksum
-TENSOR_SUMS_KEY = "crc32"  # likewise: tensor -> sum
-EXPERT_SUMS_KEY = "expert_crc32c"  # likewise: tensor of experts -> sums
-_PREFIX = "tandem_"  # not a suffix: "up_proj_..." would be found inside "gate_up_proj_..."
+TENSOR_SUMS_KEY = "crc32"  # likewise: tensor -> checksum
+EXPERT_SUMS_KEY = "expert_crc32c"  # likewise: tensor of experts -> checksums
+_PREFIX = "tandem_"  # a suffix would not do: "gate_up_proj_..." contains "up_proj_..."
 
 
 def experts_file(layer: int) -> str:

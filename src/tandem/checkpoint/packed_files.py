@@ -177,7 +177,7 @@ class _Experts(NamedTuple):
 
 def _experts_in(file: Path, metadata: JsonObject) -> _Experts | None:
     sums = metadata.get(EXPERT_SUMS_KEY)
-    with contextlib.suppress(ModelError):  # a damaged header has another SHA-256
+    with contextlib.suppress(ModelError):  # its SHA-256 reports a damaged header
         for name, entry in read_header(file).items():
             if name == experts_tensor(name.rpartition(".")[0]) and len(entry.shape) == 2:
                 found = sums.get(name) if isinstance(sums, dict) else None

@@ -121,7 +121,7 @@ def _put_codes(
             layer.put_codes(tensor_name, expert, CodedMatrix.stacked(coded), _common_order(parts))
             return
     values = [codes.values(source.weight.name).to(source.dtype) for source, codes in parts]
-    if layer.is_transposed:  # codes are given row by row of the outputs
+    if layer.is_transposed:  # codes have one row per output
         values = [torch.cat(values).T]
     layer.put_expert(tensor_name, expert, values)
 

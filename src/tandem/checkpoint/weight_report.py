@@ -100,7 +100,7 @@ def _require_no_more_layers(path: Path, model: PreTrainedModel, unexpected: set[
     """
     if not unexpected:
         return
-    # Names of modules, as a state dict would unpack what is packed.
+    # Module names cover packed weights, which a state dict would unpack.
     names = (f"{name}." for name, _ in model.named_modules())
     own = [match for name in names if (match := _LAYER.match(name))]
     num_layers: dict[str, int] = {}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tandem.cli.model_choice import ModelChoice
 
 _DEFAULT_SHAPE = "qwen3-30b-a3b"
-_DTYPE_OF_SHAPE = "int4"  # of what most of the weights are in
+_DTYPE_OF_SHAPE = "int4"  # the format of most weights
 _DEVICES = [name for name in DEVICES if not kind_of(name).holds_dense_parts]
 
 
@@ -83,7 +83,7 @@ def run_model(options: ModelBenchOptions, choice: "ModelChoice | None") -> int:
     offload = OffloadOptions(
         expert_dtype=options.expert_dtype or "auto", threads=num_threads, device=options.device
     )
-    # Read before the model is built, which takes long.
+    # Read the trace before building the model, which takes long.
     trace = read_trace(options.replay) if options.replay is not None else None
     name, model = _model(options, choice, offload)
     if trace is not None:

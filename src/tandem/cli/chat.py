@@ -16,7 +16,7 @@ from tandem.core.errors import ConfigError, TandemError
 from tandem.core.registry import nearest_names
 
 COMMANDS = {
-    "/set": "/set NAME VALUE changes an option; NAME default takes it back; alone: shows them",
+    "/set": "/set NAME VALUE changes an option; NAME default resets it; /set alone shows all",
     "/regenerate": "answers the last message again",
     "/clear": "forgets the conversation",
     "/save": "/save FILE writes the conversation to a file",
@@ -53,7 +53,7 @@ def chat(session: Session) -> int:
         try:
             is_open = conversation.take_turn()
             history.save()
-        except KeyboardInterrupt:  # before or after the answer's tokens
+        except KeyboardInterrupt:  # before or after an answer's tokens
             print(file=sys.stderr)
     session.finish()
     return 0

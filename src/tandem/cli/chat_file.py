@@ -20,7 +20,7 @@ def save_chat(messages: "list[Message]", file: Path) -> None:
     if any(not isinstance(message["content"], str) for message in messages):
         raise FileFormatError("a chat with images is not saved; /clear begins one without")
     if file.exists():
-        load_chat(file)  # or an error
+        load_chat(file)  # raises unless the file is a chat
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         partial.write_text(json.dumps({"messages": messages}, indent=1) + "\n", encoding="utf-8")
@@ -38,6 +38,6 @@ def load_chat(file: Path) -> "list[Message]":
         chat = [{"role": "", "content": ""}]
     for message in chat:
         if message["role"] not in _ROLES or not isinstance(message["content"], str):
-            raise FileFormatError(f"{file} holds no chat; expected {_EXPECTED}")
+            raise FileFormatError(f"{file} is not a chat; expected {_EXPECTED}")
         require_text(message["content"], str(file))
     return chat

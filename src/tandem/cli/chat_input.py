@@ -14,12 +14,12 @@ QUOTES = '"""'
 _PROMPT = "> "
 _PROMPT_WITHIN_QUOTES = ". "
 _HISTORY_MESSAGES = 1000
-# Stands in the history for the end of a line within a message: a character that users do not type.
+# Replaces line breaks within a message in the history; users do not type this character.
 _WITHIN_MESSAGE = "\x1e"
 _KEYS = (
     "set enable-bracketed-paste on",
     r'"\e\C-m": "\C-v\C-j"',
-    r'"\e\C-j": "\C-v\C-j"',  # as the terminal makes it of keys that come during an answer
+    r'"\e\C-j": "\C-v\C-j"',  # what the terminal sends for keys typed during an answer
 )
 
 
@@ -56,7 +56,7 @@ class MessageReader:
         while not lines[-1].rstrip().endswith(QUOTES):
             try:
                 lines.append(_read_line(_PROMPT_WITHIN_QUOTES))
-            except EOFError:  # what is there is the message
+            except EOFError:  # the message ends with the input
                 lines.append(QUOTES)
         text = "\n".join(lines).rstrip().removesuffix(QUOTES)
         return Typed(text.strip("\n"), is_quoted=True)
@@ -64,8 +64,9 @@ class MessageReader:
 
 def _read_line(prompt: str) -> str:
     if sys.stdout.isatty():
-        return input(prompt)  # readline must know it, to draw the line
-    print(prompt, end="", file=sys.stderr, flush=True)  # answers go to a file
+        return input(prompt)  # readline needs the prompt to redraw the line
+    # Standard output is for answers, which go to a file.
+    print(prompt, end="", file=sys.stderr, flush=True)
     return input()
 
 
@@ -81,8 +82,8 @@ class History:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             return
         try:
-            import readline  # changes what `input` does
-        except ImportError:  # some builds of Python come without: plain lines
+            import readline  # importing it changes what `input` does
+        except ImportError:  # some builds of Python lack it: plain lines
             return
         for line in _KEYS:
             readline.parse_and_bind(line)
@@ -110,7 +111,7 @@ class History:
         numbers = range(max(0, count - _HISTORY_MESSAGES) + 1, count + 1)
         lines = (readline.get_history_item(number) for number in numbers)
         text = "".join(f"{line}".replace("\n", _WITHIN_MESSAGE) + "\n" for line in lines)
-        with contextlib.suppress(OSError):  # a full disk does not end a chat
+        with contextlib.suppress(OSError):  # a full disk must not end a chat
             self._file.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 

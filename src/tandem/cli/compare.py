@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tandem.bench.peers.setting import Choice, Setting, Speeds
     from tandem.bench.peers.turns import Maker, Rounds
 
-# Each system has the weights in layouts of its own, and what it works with.
+# Each system keeps the weights in its own layouts, and needs working memory.
 _MEMORY_OVER_FILE = 2.3
 _LIBRARY = "llama.cpp's library"
 _NO_LIBRARY = (
@@ -62,7 +62,7 @@ class CompareOptions:
         given = asdict(self)
         for name in ("prompt", "rounds"):
             require_range(name, given[name], 1, what="a number")
-        require_range("gen", self.gen, 4, what="a number of tokens")  # two warm up
+        require_range("gen", self.gen, 4, what="a number of tokens")  # two of them are warm-up
         for name in ("depth", "tokens"):
             require_range(name, given[name], 0, what="a number of tokens")
         if self.threads is not None:
@@ -92,7 +92,7 @@ def run(flags: argparse.Namespace) -> int:
     found = find_model(from_flags(ModelChoice, flags), quiet=options.quiet)
     file = Path(found.model)
     if file.suffix != ".gguf":
-        raise ConfigError(f"{file.name} is no GGUF file, which llama.cpp and Tandem both read")
+        raise ConfigError(f"{file.name} is not a GGUF file, which llama.cpp and Tandem both read")
     cpu = detect_cpu()
     setting = Setting(
         gguf=file, threads=options.threads or cpu.num_threads, prompt=options.prompt,
@@ -101,7 +101,7 @@ def run(flags: argparse.Namespace) -> int:
     )  # fmt: skip
     machine = f"{cpu.model_name}, {setting.threads} threads, {setting.isa}"
     ids = _text_ids(found, options.tokens)
-    os.environ.setdefault("TQDM_DISABLE", "1")  # of the systems' processes
+    os.environ.setdefault("TQDM_DISABLE", "1")  # inherited by the processes of the systems
     comparison = _compare(setting, peer, options, machine, ids)
     print("\n".join([*comparison.rows, "", comparison.paragraph]))
     if options.json:
@@ -117,7 +117,7 @@ def _text_ids(found: ModelChoice, count: int) -> list[int]:
         return []
     try:
         tokenizer = load_tokenizer(found)
-    except TandemError:  # tokens that are numbers alone do, too
+    except TandemError:  # without a tokenizer any token ids will do
         return list(range(300, 300 + count))
     text = "\n".join(held_out_texts().values())
     ids: list[int] = tokenizer(text[: 20 * count])["input_ids"]
@@ -139,7 +139,7 @@ def _compare(
     if not peer.command and _is_narrow(setting, quiet=options.quiet):
         groups = [{TANDEM: ours}, {peer.name: theirs}]
     if peer.command and peer.has_library and ids:
-        groups.append({_LIBRARY: library})  # says what it would choose, and is not timed
+        groups.append({_LIBRARY: library})  # only asked for its choices, not timed
     choosers = {TANDEM, _LIBRARY if peer.command else peer.name} if peer.has_library else set()
     tell = _silent if options.quiet else _Told(options.rounds)
     speeds: dict[str, Rounds] = {}

@@ -7,7 +7,7 @@ import argparse
 
 from tandem.cli.parser import COMMANDS, build_parser
 
-# bash splits --flag=value into three words, which shtab's function takes for values.
+# bash splits --flag=value into three words; shtab's function takes each of them for a value.
 _BASH_EQUALS = """
 _tandem() {
   local words=() word current=${COMP_WORDS[COMP_CWORD]}

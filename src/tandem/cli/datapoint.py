@@ -38,13 +38,13 @@ def run(flags: argparse.Namespace) -> int:
     from tandem.forecast.report.record import require_writable
 
     if path.suffix != ".json":
-        raise ConfigError(f"{path} does not end in .json, by which tandem plan --profile knows it")
+        raise ConfigError(f"{path} does not end in .json, which tandem plan --profile requires")
     require_writable(path, FIRST_LINE, "datapoint")
     print(f"{path} will hold:")
     print("\n".join(f"- {one}" for one in HOLDS))
     print(
-        "It names no user, host or network, and of directories what stands for them (~, HERE, "
-        "TEMP). Nothing is sent.\n",
+        "It names no user, host or network; directories are replaced by ~, HERE or TEMP. Nothing "
+        "is sent.\n",
         flush=True,
     )
     begin = time.perf_counter()

@@ -183,7 +183,7 @@ def _check_disk_of_copies() -> Iterator[Finding]:
         try:
             yield from _check_disk(open_model(copy.directory))
         except TandemError:
-            continue  # tandem doctor MODEL says what is wrong with it
+            continue  # `tandem doctor MODEL` reports the error
 
 
 def _check_copies(source: str) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ class DraftChoice:
         A draft model with another vocabulary is left out, with a warning.
         """
         own = find_model(self.choice, quiet=self.quiet)
-        told: DraftSources = {"mtp_from": Path(own.model)}  # not a packed copy of it
+        told: DraftSources = {"mtp_from": Path(own.model)}  # the model, not a packed copy
         if self.draft is None:
             return told
         found = find_model(ModelChoice(model=self.draft), quiet=self.quiet)

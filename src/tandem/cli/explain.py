@@ -98,7 +98,7 @@ def _changes(cache: ExpertCache, now: _Conditions) -> Iterator[tuple[str, _Condi
         ratio = smaller / cache.slot_bytes
         packed = dataclasses.replace(
             shape,
-            # At few tokens the weights' bytes are what an expert costs.
+            # At few tokens an expert costs the time to read its weights.
             cpu_seconds=tuple(seconds * ratio for seconds in shape.cpu_seconds),
             gpu_seconds=tuple(seconds * ratio for seconds in shape.gpu_seconds),
             link_seconds_per_expert=shape.link_seconds_per_expert * ratio,
@@ -132,7 +132,7 @@ def _seconds(trace: "RoutingTrace", cache: ExpertCache, conditions: _Conditions)
         compare_every=0,
         in_graph=in_graph,
     )
-    # The same start for all: what the cache really held is known for one size only.
+    # All sizes start from the same experts, as the cache's real content is known only for one size.
     sizes = cache.settings.set_sizes(cache.geometry, num_slots)
     resident = SIMULATED_STARTS.factory("hottest")(cache.geometry, sizes, trace)
     return replay(trace, run, resident=resident).total_seconds
@@ -267,7 +267,7 @@ class Explanation:
         if self._generator.speculation is not None:
             self._generator.speculation.on_kept = self._recorder.keep
         self._runtime.use(self._recorder)
-        self._generator.prepare()  # its trial of the model's steps is no part of the run
+        self._generator.prepare()  # this tries the model's steps, which are no part of the run
         self._executor.listeners.append(self._statistics)
         self._recorder.begin_sequences()
 
@@ -276,7 +276,7 @@ class Explanation:
         tables = self._cache_tables()
         if len(answer.token_ids) > 1:
             step = decode_step(self._generator)
-        else:  # profiling would write into the KV cache what an earlier answer's step did
+        else:  # profiling would repeat an earlier answer's step and write to the KV cache
             step = DecodeStep(None, self._generator.why_slower)
         text = "\n\n".join([step.line(), self._drafting.line(answer), *tables])
         return text, {**step.json(), **self._drafting.json()}
@@ -290,7 +290,7 @@ class Explanation:
             self._generator.speculation.on_kept = None
         self._executor.catch_up()
         self._executor.listeners.remove(self._statistics)
-        self._recorder.pause()  # the recorded step goes on through it
+        self._recorder.pause()  # the recorded graph still calls it
         trace = self._recorder.trace("this run")
         executor, cache = self._executor, self._expert_cache
         in_graph = isinstance(executor, HybridExecutor) and executor.in_graph

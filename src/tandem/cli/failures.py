@@ -30,7 +30,7 @@ def report_failure(error: BaseException, *, has_json: bool) -> int:
         program = error.program if isinstance(error, UsageError) else "tandem"
         print(f"{program}: error: {sentence}", file=sys.stderr)
     if has_json:
-        with contextlib.suppress(OSError):  # standard output itself may be what has failed
+        with contextlib.suppress(OSError):  # standard output may be what failed
             print(failure_json(error, sentence), flush=True)
     return exit_code
 

@@ -21,7 +21,7 @@ from tandem.core.units import format_bytes
 from tandem.devices.options import OffloadOptions
 
 _LEAST_TOKENS = 16
-_PROBE_WINDOW = 64  # tokens of context are enough to see what an error does
+_PROBE_WINDOW = 64  # tokens; enough context to see the effect of an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

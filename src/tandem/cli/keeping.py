@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from tandem.foreign_types import PreTrainedModel
     from tandem.hf.packed_writer import OnProgress
 
-# Loading that takes less is not worth a question, nor the disk.
+# If loading takes less, a copy is not worth a question or space on the disk.
 _SLOW_SECONDS = 10.0
-# What a pair of cores packs of bf16 weights or a GGUF file, for the time that is told before.
+# Rate at which two cores pack bf16 weights or a GGUF file, for the estimate before packing starts.
 _PACKED_BYTES_PER_SECOND = 300e6
 
 
@@ -106,7 +106,7 @@ class Keeper:
                 print(
                     f"[the packed copy is damaged and is written again: {error}]", file=sys.stderr
                 )
-            with contextlib.suppress(TandemError):  # a cache that cannot be written
+            with contextlib.suppress(TandemError):  # the cache cannot be written
                 copies.remove(origin.name)
             return None
         return directory
@@ -272,7 +272,7 @@ class _Answer:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text("yes\n" if self.is_given else "no\n", encoding="utf-8")
-        except OSError:  # then it is asked again
+        except OSError:  # the user is asked again next time
             return
 
 

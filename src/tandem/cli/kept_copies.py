@@ -20,7 +20,7 @@ from tandem.checkpoint.packed import INDEX_FILE, alone
 from tandem.core.errors import ModelError
 from tandem.core.units import format_bytes
 
-# What stays free on the disk whatever is kept: a full disk breaks more than a slow start.
+# This share of the disk stays free, whatever is kept: a full disk breaks more than a slow start.
 _LEFT_FREE = 1 / 20
 _SAMPLE_BYTES = 1 << 20
 
@@ -94,7 +94,7 @@ class KeptCopies:
             with contextlib.suppress(ModelError):
                 self.remove(copy.name)
             return None
-        with contextlib.suppress(OSError):  # a cache that cannot be written can be read
+        with contextlib.suppress(OSError):  # a cache that cannot be written may still be readable
             os.utime(note)
         return copy.directory
 
@@ -102,7 +102,7 @@ class KeptCopies:
         """Delete a copy; raises `ModelError` if the system refuses."""
         directory = self.directory / name
         try:
-            self._note(name).unlink(missing_ok=True)  # from here on it is not there
+            self._note(name).unlink(missing_ok=True)  # without its note a copy does not exist
             shutil.rmtree(directory)
         except FileNotFoundError:
             pass
@@ -139,7 +139,7 @@ class KeptCopies:
         self._sweep()
         self._make_room(num_bytes, keep=origin.name)
         target = self.directory / origin.name
-        shutil.rmtree(target, ignore_errors=True)  # whose note was not written any more
+        shutil.rmtree(target, ignore_errors=True)  # a copy whose note was never written
         save(target)
         note = asdict(origin) | {"bytes": _weight_bytes(target)}
         partial = self._note(origin.name).with_suffix(".part")

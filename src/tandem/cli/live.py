@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from tandem.foreign_types import PreTrainedModel
 
 _ROWS, _MOST_CELLS = 8, 64
-_LEAST_LINES = 2 * _ROWS  # of a terminal
+_LEAST_LINES = 2 * _ROWS  # lines of a terminal
 _SHADES = " .:-=+*#%@"
-_KEPT = 0.9  # of a use, at the layer's next call
-_SECONDS_BETWEEN = 0.1  # two drawings
+_KEPT = 0.9  # share of a use that is left at the layer's next call
+_SECONDS_BETWEEN = 0.1  # between two drawings
 
 
 def require_terminal(out: TextIO) -> None:

@@ -13,8 +13,9 @@ from tandem.cli.streams import prepare_streams, warnings_as_lines
 from tandem.core.errors import TandemError, capacity_errors
 from tandem.hardware.windows import why_not_here
 
-# Torch and Transformers make most of a million objects that stay: to look for garbage after every
-# 700 of them, as Python has it, takes a tenth of a start, and so does a last look at the end.
+# Torch and Transformers create nearly a million objects that live as long as the process. With
+# Python's default threshold of 700, collections take a tenth of the start, and the last one at exit
+# takes as long.
 _OBJECTS_PER_COLLECTION = 1_000_000
 
 
@@ -25,12 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sentence = why_not_here(sys.platform)
     if sentence is not None:
         return report_failure(TandemError(sentence), has_json="--json" in words)
-    if arguments is None:  # else the process is another's
+    if arguments is None:  # otherwise the process belongs to the caller
         gc.set_threshold(_OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
     try:
         with capacity_errors():
             return _run(words)
-    except BrokenPipeError:  # the reader (head, less) has gone; nothing is wrong
+    except BrokenPipeError:  # the reader of a pipe (head, less) has closed it; this is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (TandemError, OSError, KeyboardInterrupt) as error:

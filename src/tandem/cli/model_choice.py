@@ -32,8 +32,8 @@ DENSE_DTYPE_HELP = (
     "another format; auto: int8 if the model is quantised, else none. A file's own codes stay"
 )
 _NO_TOKENIZER = "no tokenizer"
-_TRIAL = "Hello, 1 2 3\n"  # some tokenizers load, and fail at any text
-# What a packed copy has of its source beside the weights.
+_TRIAL = "Hello, 1 2 3\n"  # some tokenizers load but fail on any text
+# What a packed copy takes from its source besides the weights.
 _CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 
@@ -90,7 +90,7 @@ def find_model(choice: ModelChoice, *, quiet: bool) -> ModelChoice:
     """
     from tandem.checkpoint.hub import HubOptions, find_model_path
 
-    name = require_text(choice.model, "the model's path")  # safetensors opens no other
+    name = require_text(choice.model, "the model's path")  # safetensors opens UTF-8 paths only
     if name in DEMO_MODELS:
         name = _demo_directory(name, quiet=quiet)
     if quiet and not Path(name).exists():
@@ -152,12 +152,12 @@ def load_model_and_tokenizer(
     from tandem.hf.checkpoint import open_model
     from tandem.hf.importance import importance_file
 
-    checkpoint = open_model(path, may_run_code=found.trust_remote_code)  # what is wrong with it
-    tokenizer = load_tokenizer(found)  # before the model, which may take minutes
+    checkpoint = open_model(path, may_run_code=found.trust_remote_code)  # reports damaged files
+    tokenizer = load_tokenizer(found)  # first, as loading the model may take minutes
     load = functools.partial(_load, offload=offload, dense_dtype=dense_dtype, quiet=quiet)
     if keeper is None or checkpoint.is_packed or found.trust_remote_code:
         return load(found), tokenizer
-    on_device = kind_of(offload.device).holds_dense_parts  # "auto" means other layers there
+    on_device = kind_of(offload.device).holds_dense_parts  # "auto" packs other layers on a device
     options = {
         "expert_dtype": offload.expert_dtype,
         "dense_dtype": f"{dense_dtype} on {offload.device}" if on_device else dense_dtype,
@@ -165,7 +165,7 @@ def load_model_and_tokenizer(
     importance = importance_file(offload.importance, checkpoint, cache_dir())
     if importance is not None:
         options["importance"] = f"{importance.resolve()} of {importance.stat().st_mtime_ns}"
-    # A copy is rounded already.
+    # A copy's weights are already rounded with the importance.
     of_copy = functools.partial(load, offload=dataclasses.replace(offload, importance=None))
     configs = [file for name in _CONFIGS if (file := path / name).is_file()]
     label = source_label(choice.model, path)
@@ -176,7 +176,7 @@ def load_model_and_tokenizer(
     keeper.look_ahead(origin, lambda: sizes().total_bytes)
     begin = time.perf_counter()
     try:
-        if offload.expert_memory_bytes is not None:  # of a copy on the disk, which is not there yet
+        if offload.expert_memory_bytes is not None:  # only for a copy, which is not there yet
             raise HostCapacityError(f"{label} is not packed, and --expert-memory is given")
         model = load(found)
     except HostCapacityError as error:
@@ -259,7 +259,7 @@ def load_tokenizer(found: ModelChoice) -> Tokenizer:
     from tandem.text.tokenizer_files import require_possible_tokenizer
 
     source = Path(found.model)
-    is_gguf = source.suffix == ".gguf"  # the tokenizer is in the file
+    is_gguf = source.suffix == ".gguf"  # GGUF files contain the tokenizer
     if not is_gguf:
         require_possible_tokenizer(source)
     try:
@@ -278,7 +278,8 @@ def load_tokenizer(found: ModelChoice) -> Tokenizer:
         if not str(error).startswith(_NO_TOKENIZER):  # the file itself is damaged
             raise
         raise _no_tokenizer(found.model, str(error).removeprefix(f"{_NO_TOKENIZER}: ")) from error
-    # Without a file Transformers gives some models a tokenizer that turns every text to nothing.
+    # Without tokenizer files Transformers gives some models a tokenizer that maps every text to
+    # nothing.
     if not has_words:
         raise _no_tokenizer(found.model, "its vocabulary is empty")
     return tokenizer

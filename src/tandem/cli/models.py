@@ -124,7 +124,7 @@ def _remove(names: list[str], stored: list[StoredModel], *, has_json: bool) -> i
     if not names:
         raise ConfigError("tandem models rm needs a name; tandem models lists them")
     by_name = {model.name: model for model in stored}
-    for name in names:  # all are there, or none is removed
+    for name in names:  # check all names before removing any
         if name not in by_name:
             raise ConfigError(
                 f"no model {name!r} on this machine; {nearest_names(name, [*by_name])}"

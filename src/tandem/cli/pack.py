@@ -99,7 +99,7 @@ def run(flags: argparse.Namespace) -> int:
     chosen = options.size or (f"{options.bits}bits" if options.bits else options.expert_dtype)
     own_name = f"{Path(choice.model).name}-{chosen}-tandem"
     target = Path(require_text(options.output or own_name, "--output"))
-    require_new(target)  # before a model is downloaded or built, and torch is imported
+    require_new(target)  # before downloading or building a model and importing torch
     import_transformers(quiet=options.quiet, has_bars=False)
 
     from tandem.hf.pack import pack
@@ -124,7 +124,7 @@ def run(flags: argparse.Namespace) -> int:
             **formats,
         )
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
+        print("\ninterrupted; the same command continues where it stopped", file=sys.stderr)
         raise
     finally:
         if progress is not None:
@@ -176,8 +176,8 @@ def _say_what_lacks(origin: Origin) -> None:
     ]
     if lacks:
         print(
-            f"the card names no {' and no '.join(lacks)}: write them into its first lines before "
-            "you publish, then run tandem pack DIR --for-hub again"
+            f"the card has no {' and no '.join(lacks)}: write them into its first lines before you "
+            "publish it, then run tandem pack DIR --for-hub again"
         )
 
 

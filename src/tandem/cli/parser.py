@@ -10,27 +10,27 @@ from tandem.cli.failures import UsageError
 from tandem.core.config import RARE
 from tandem.core.registry import nearest_names
 
-# Subcommand -> one line of help; the code is in the module of that name beside this file.
+# Subcommand -> one line of help. Its code is in the module of the same name in this directory.
 COMMANDS = {
     "run": "answer a prompt or chat (without MODEL: the demo model)",
     "chat": "chat on a terminal; from a pipe, each line is a message",
-    "serve": "an OpenAI-compatible server, and a page that shows where experts run",
-    "plan": "what a model will take and how fast it will be, before it is loaded",
-    "doctor": "what this machine has, what is slow or broken, and what to do",
-    "datapoint": "write what this machine is and does into one anonymous file; nothing is sent",
+    "serve": "start an OpenAI-compatible server, with a page that shows where experts run",
+    "plan": "forecast a model's memory and speed before it is loaded",
+    "doctor": "check this machine: what it has, what is slow or broken, and what to do",
+    "datapoint": "write this machine's hardware and speed to an anonymous file; nothing is sent",
     "pack": "write a model as a packed checkpoint, which loads at the disk's speed",
     "models": "list the models on this machine, or remove some",
-    "compare": "Tandem and llama.cpp on one GGUF file, in turns, and whether they agree",
+    "compare": "compare the speed and answers of Tandem and llama.cpp on one GGUF file",
     "bench": "measure the expert kernels against this machine's ceilings",
-    "quality": "what a model's answers lose against a reference: divergence, perplexity, by domain",
-    "importance": "collect what the inputs of a model's matrices count when these are rounded",
+    "quality": "measure a model's loss against a reference: divergence and perplexity by domain",
+    "importance": "collect the importance of matrices' inputs, for rounding weights",
     "trace": "record what a model's routers choose",
     "calibrate": "learn a model's residual vectors from a text, and measure how well they predict",
     "profile": "measure what a model's experts cost on this machine",
     "simulate": "replay routing traces through the planner on a hardware profile",
     "completion": "print a script that completes commands and flags in your shell",
 }
-_VERBOSE = ("bench", "simulate")  # have a --verbose of their own
+_VERBOSE = ("bench", "simulate")  # they have a --verbose of their own
 _NEGATIVE_VALUE = re.compile(r"-[0-9.]+[^\s=]*")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tandem.forecast.model_plan import Plan
     from tandem.forecast.sizes import ModelSizes
 
-# What advice is given about, largest first.
+# The formats that advice considers, largest first.
 _OTHER_FORMATS = ("int8", "int4")
 
 
@@ -60,7 +60,9 @@ class PlanOptions:
         metavar="N",
     )  # fmt: skip
     host_path: str | None = option(
-        None, help="whose host costs of --profile count: segments, graph or none", metavar="NAME"
+        None,
+        help="path whose host costs of --profile are added: segments, graph or none",
+        metavar="NAME",
     )
     json: bool = option(False, help="print one JSON object on the last line of standard output")
 

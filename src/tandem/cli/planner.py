@@ -54,7 +54,7 @@ class Planner:
         self._process_bytes, elsewhere = process_bytes(), host_bytes_elsewhere(chosen)
         if asked.memory_bytes is not None:
             elsewhere = asked.memory_bytes
-        # Of another machine's memory this program would take there what it takes here.
+        # On another machine this program would take as much memory as it takes here.
         self._available_bytes = (
             available_bytes() if elsewhere is None else max(0, elsewhere - self._process_bytes)
         )
@@ -70,7 +70,7 @@ class Planner:
 
     def sizes(self, **own: str) -> "ModelSizes":
         """Return the model's sizes with some options replaced."""
-        # A profile says which machine is meant, which a dense model may be planned for, too.
+        # The profile names the machine; a dense model may be planned for that machine, too.
         config = dataclasses.replace(self._config(**own), profile=None)
         found = self._sizes_with(config)
         given = self._offload.expert_memory_bytes
@@ -153,12 +153,12 @@ def _over_disk(
     if has_all or not files or is_plain or plan.sizes.is_dense or is_elsewhere:
         return None, None
     room = given
-    if room is None:  # as loading shares the memory out, once the dense parts are there
+    if room is None:  # computed as loading does after the dense parts
         free = max(0, plan.available_bytes - plan.sizes.total_dense_bytes)
         room = room_for_experts(free, plan.kv_cache_bytes)
     try:
         slots = slots_over_disk(plan.sizes, room, is_given=given is not None)
-    except CapacityError:  # not even the slots that layers share
+    except CapacityError:  # not even room for the slots that layers share
         if given is not None:
             raise
         return None, None

@@ -53,7 +53,7 @@ def run(flags: argparse.Namespace) -> int:
         from tandem.hf.assembly import keep_profile_of, profile_of
 
         profile = profile_of(model, refresh=options.refresh)
-        whole = time_model(model)  # the steps that answers are made of, as tandem plan times them
+        whole = time_model(model)  # the same steps as in answers; `tandem plan` times them too
         times = whole.prefill_seconds, whole.decode_seconds
         profile = with_timed_steps(profile, PROMPT_TOKENS, *times)
         disk = _disk_of(choice, profile.shapes[0].expert_bytes)

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
 
-# A wait that has no measure draws its seconds from here on.
+# A wait without known length shows its seconds after this time.
 _FIRST_SECONDS = 1.0
-# In a file or a pipe, what takes less shows nothing.
+# In a file or a pipe, shorter waits show nothing.
 _PATIENCE_SECONDS = 2.0
 _SECONDS_BETWEEN_LINES = 10.0
 

@@ -205,7 +205,7 @@ class _Run:
         finally:
             model.close()
             del model
-            gc.collect()  # models hold themselves in circles
+            gc.collect()  # models contain reference cycles
 
     def _progress(self, stage: str) -> "Callable[[int, int], None] | None":
         return None if self._bar is None else functools.partial(self._bar, f"tokens of the {stage}")

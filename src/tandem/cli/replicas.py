@@ -57,7 +57,7 @@ def application(arguments: Mapping[str, str]) -> Any:
         serve.ingress(lambda: build())(),
         name="tandem",
         num_replicas=own.replicas,
-        # A full replica says so itself, in OpenAI's form.
+        # Ray must not reject a request first: a full replica answers in OpenAI's format.
         max_ongoing_requests=server.max_running + server.max_waiting + 16,
         ray_actor_options={"num_cpus": own.cpus, "num_gpus": own.gpus},
     )

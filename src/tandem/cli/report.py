@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tandem.generate.speculation.speculation import Speculation
 
 
-# By what ended an answer that the model had not ended.
+# How an answer ended -> why it is cut off.
 _CUT = {
     "length": "it has {tokens} tokens, as many as --max-new-tokens allows (in a chat: /set "
     "max_new_tokens)",
@@ -168,7 +168,7 @@ class RunReport:
     def json(self, answer: "Answer") -> dict[str, object]:
         """Return the statistics as JSON; names end with their units."""
         cache = self._cache
-        misses = self._experts.active_experts - cache.hits  # without slots all are misses
+        misses = self._experts.active_experts - cache.hits  # without slots, all of them are misses
         return {
             "text": answer.text,
             "prompt_tokens": answer.prompt_tokens,
@@ -204,7 +204,7 @@ class RunReport:
             "memory_bytes": {
                 "host": process_bytes(), "gpu": self._gpu_bytes(torch.cuda.memory_allocated),
             },
-            # The most there was; of the host with pages of files that were read to load.
+            # Peaks. The host's includes pages of files that were read during loading.
             "peak_memory_bytes": {
                 "host": peak_process_bytes(),
                 "gpu": self._gpu_bytes(torch.cuda.max_memory_allocated),
@@ -236,6 +236,6 @@ def _prompt_parts(answer: "Answer") -> str:
 
 def _tokens_per_step(answer: "Answer") -> float | None:
     """Return the mean number of tokens per decode step; None without any step."""
-    decoded = len(answer.token_ids) - 1  # the first one is the prompt's
+    decoded = len(answer.token_ids) - 1  # the prompt's step gives the first token
     num_steps = decoded - answer.accepted_tokens
     return decoded / num_steps if num_steps > 0 else None

@@ -65,7 +65,7 @@ def run(flags: argparse.Namespace) -> int:
     require_key(options.host, api_keys)
     if options.key_flags and not api_keys:
         raise ConfigError(
-            f"{options.key_flags[0]} tells clients apart by their API keys, and there is none; "
+            f"{options.key_flags[0]} tells clients apart by their API keys, but no key is given; "
             "give some with --api-key-file"
         )
     try:

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from tandem.generate.images import Processor
     from tandem.generate.prompt import Message
 
-# A conversation is trimmed when less than a quarter of the context is left for the answer (or less
-# than the longest answer), and then to a half of the context: every trim costs a whole prefill.
+# A conversation is trimmed when the context has less room than the longest answer, or than a
+# quarter of the context if that is less. It is trimmed to half of the context because every trim
+# costs a whole prefill.
 _ROOM_FOR_ANSWER = 1 / 4
 _TRIMMED_TO = 1 / 2
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tandem.trace import RoutingTrace
 
 LISTS = "list"
-# What says something of experts on a disk, too.
+# Flags that also apply to experts on a disk.
 _OF_DISKS = ("hardware", "shape", "eviction", "batch", "prompt", "limit", "hold_out", "json")
 
 
@@ -33,11 +33,11 @@ class SimulateOptions:
         help="machine: a built-in profile or the path of one; `list` shows their names",
     )  # fmt: skip
     shape: str | None = option(
-        None, help="model shape whose costs hold (default: by the trace's model)"
+        None, help="model shape whose costs are used (default: by the trace's model)"
     )
     host_path: str | None = option(
         None, metavar="NAME",
-        help="whose host costs of the profile count: segments, graph, or none (its usual one)",
+        help="path whose host costs are added: segments, graph or none (default: the profile's)",
     )  # fmt: skip
     gpu_experts: float = option(
         0.5, help="fraction of all experts that the GPU has room for", metavar="FRACTION"
@@ -47,14 +47,14 @@ class SimulateOptions:
         help="who computes each active expert (default: balanced; with --host-path graph, what a "
         "trial chooses)",
     )
-    eviction: str = option("next-use", help="what stays in the expert cache")
+    eviction: str = option("next-use", help="eviction policy of the expert cache")
     prediction: str | None = option(
         None, help="predictor of the next experts, for --prefetch (default: regression)"
     )
     prefetch_choice: str | None = option(
         None, help="which predicted experts are copied ahead, for --prefetch (default: pays)"
     )
-    start: str = option("empty", help="initial content of the cache")
+    start: str = option("empty", help="initial content of the expert cache")
     pool: str = option("by-layer", help="slots by-layer or shared by all layers")
     prefetch: int = option(0, help="number of copies ahead per layer", metavar="K")
     costs: str = option(
@@ -168,7 +168,7 @@ def _settings(options: SimulateOptions) -> "PlannerSettings":
     )
     unused = None
     if by_equations and settings.rule() != "balanced":
-        unused = f"--costs equations: that is of assignment balanced, not {options.assignment}"
+        unused = f"--costs equations: only assignment balanced has them, not {options.assignment}"
     elif options.prefetch == 0 and options.prediction is not None:
         unused = "--prediction: nothing is copied ahead, as --prefetch is 0"
     elif options.prefetch == 0 and options.prefetch_choice is not None:
@@ -273,7 +273,7 @@ def _print_details(result: "Report") -> None:
     print(f"  busy: {busy}; a plan takes {plan['median']:.0f} us (p99 {plan['p99']:.0f})")
     if over is not None:
         overlapped = result["plan_over_optimal"]["executed_overlapped_mean"]
-        shares = [f"{round(share, 6) + 0.0:.2%}" for share in (over, overlapped)]  # no -0.00%
+        shares = [f"{round(share, 6) + 0.0:.2%}" for share in (over, overlapped)]  # avoids -0.00%
         print(
             f"  plans by equations 3-9 are {shares[0]} above the optimum, executed plans "
             f"{shares[1]} above that of overlapped copies"

@@ -25,7 +25,7 @@ class DiskOptions:
 
     disk: str | None = option(
         None, metavar="RATE|profile",
-        help="experts lie on a disk of this rate (2GB/s) or of the profile's, memory has slots for "
+        help="experts are on a disk with this rate (2GB/s) or the profile's, memory has slots for "
         "some, and the CPU computes all; with --gpu-experts a GPU has some, too",
     )  # fmt: skip
     host_experts: float | None = option(
@@ -41,7 +41,7 @@ class DiskOptions:
         named = {"--host-experts": self.host_experts, "--expert-memory": self.expert_memory}
         given = [name for name, value in named.items() if value is not None]
         if given and self.disk is None:
-            raise ConfigError(f"{given[0]}: that is memory over a disk; give --disk too")
+            raise ConfigError(f"{given[0]} sets the memory over a disk; give --disk too")
         if self.host_experts is not None and not 0 <= self.host_experts <= 1:
             raise ConfigError(f"--host-experts is {self.host_experts}; expected 0 to 1")
         if len(given) > 1:

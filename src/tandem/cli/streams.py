@@ -22,13 +22,13 @@ _PATIENCE_SECONDS = 2.0
 
 def prepare_streams() -> None:
     """Open closed streams on /dev/null; escape bytes that are not text instead of raising."""
-    if sys.stdin is None:  # as `tandem ... <&-` leaves it
+    if sys.stdin is None:  # as after `tandem ... <&-`
         sys.stdin = open(os.devnull)  # noqa: SIM115  (open until the end, as Python's own)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    _reconfigure(sys.stdin, "surrogateescape")  # `require_text` finds them
+    _reconfigure(sys.stdin, "surrogateescape")  # `require_text` reports bytes that are not UTF-8
     _reconfigure(sys.stdout, "backslashreplace")
     _reconfigure(sys.stderr, "backslashreplace")
 
@@ -43,7 +43,7 @@ def require_text(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # Python hands on a byte that it cannot decode as a surrogate: U+DC00 and the byte.
+        # Python represents a byte that it cannot decode as the surrogate U+DC00 plus the byte.
         byte = ord(text[error.start]) & 0xFF
         raise ConfigError(
             f"{what} holds the byte 0x{byte:02x} after {error.start} characters, which is not "
@@ -56,7 +56,7 @@ def has_piped_input() -> bool:
     """Whether standard input is a pipe or a file; a device such as /dev/null is neither."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError):  # a stream without a file
+    except (OSError, ValueError):  # a stream without a file descriptor
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
@@ -65,7 +65,7 @@ def read_input() -> str | None:
     """Return the whole of standard input; None if it is a terminal."""
     if sys.stdin.isatty():
         return None
-    with contextlib.suppress(OSError, ValueError):  # not every stream can be waited for
+    with contextlib.suppress(OSError, ValueError):  # not every stream supports select
         if not select.select([sys.stdin], [], [], _PATIENCE_SECONDS)[0]:
             print(
                 "[reading standard input to its end; use < /dev/null to skip it]", file=sys.stderr

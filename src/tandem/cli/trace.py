@@ -54,8 +54,8 @@ def run(flags: argparse.Namespace) -> int:
 
     with recording(model) as recorder:
         for prompt in prompts:
-            # A generator of its own for each, so that nothing of the one before is reused; its
-            # trial of the model's steps is no part of the sequence.
+            # Each sequence gets its own generator, so nothing of the previous one is reused. The
+            # steps with which the generator tries the model do not belong to the sequence.
             generator = Generator(model, tokenizer)
             recorder.pause()
             generator.prepare()

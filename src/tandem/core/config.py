@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 
-# The group of flags that few need, which `--help` leaves out.
+# The group of rarely used flags, which `--help` leaves out.
 RARE = "rarely needed"
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ def add_flags(
         kwargs: dict[str, Any] = {"help": field.metadata["help"] + shown, "default": None}
         kind = field_type(hints[field.name])
         if kind is bool:
-            is_plain = field.default is False  # else there must be a way to say no
+            is_plain = field.default is False  # otherwise users need a --no-... flag
             kwargs["action"] = "store_true" if is_plain else argparse.BooleanOptionalAction
         else:
             choices = field.metadata["choices"]

@@ -4,7 +4,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# What libraries and the dynamic linker say when the system gives them no more.
+# Messages of libraries and the dynamic linker when the system is out of threads or memory.
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
 _NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "failed to map segment")
 
@@ -58,11 +58,11 @@ def exhaustion(error: BaseException) -> CapacityError | None:
     """
     words = str(error)
     if isinstance(error, OSError) and error.errno != errno.ENOMEM:
-        return None  # "temporarily unavailable" is said of streams too
+        return None  # streams may be "temporarily unavailable", too
     if any(sign in words for sign in _NO_THREAD):
-        what = "starts no more threads"
+        what = "cannot start more threads"
     elif isinstance(error, MemoryError) or any(sign in words for sign in _NO_MEMORY):
-        what = "gives no more memory"
+        what = "has no more memory"
     else:
         return None
     return CapacityError(

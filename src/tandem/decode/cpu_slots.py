@@ -32,7 +32,7 @@ from tandem.kv_cache.prefix_files import SEGMENT_TOKENS
 from tandem.recording.recorded_graph import RecordedGraph, record_step
 from tandem.recording.replay import ReplayedStep
 
-# Fused operations may round the last digit of bf16 differently, and near ties of a router flip.
+# Fused operations may differ in bf16's last digit, and near ties of a router may flip.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
@@ -83,7 +83,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         self._token_routed = TokenRouted(model)
         self._steps: dict[int, _Step] = {}
         self._last: _Step | None = None
-        self._joins: bool | None = None  # whether decoded tokens may join a prefill; None: untried
+        self._joins: bool | None = None  # whether decoded tokens may join a prefill, if tried
         self._is_to_try_joining = False
 
     @property

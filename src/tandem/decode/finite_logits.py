@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tandem.core.errors import ExecutionError
 from tandem.foreign_types import PreTrainedModel
 
-# The search for a damaged layer runs this many of a sequence's last tokens.
+# To find a damaged layer, this many of a sequence's last tokens run again.
 _SEARCHED_TOKENS = 2048
 
 
@@ -25,7 +25,7 @@ def require_finite_logits(
     sequence that row i of the logits belongs to. Minus infinity is allowed: models forbid tokens
     with it.
     """
-    highest = _waited_for(logits.amax(-1))  # NaN where a row has one
+    highest = _waited_for(logits.amax(-1))  # NaN for a row that has one
     if all(map(math.isfinite, highest)):
         return
     row = next(row for row, value in enumerate(highest) if not math.isfinite(value))

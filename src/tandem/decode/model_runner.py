@@ -146,7 +146,7 @@ class ModelRunner:
 
         has_streams = num_streams(self.model.config) > 1
         last = cast("ModelPart", decoder).layers[-1] if has_streams else decoder
-        own_forward_hooks(last)  # the model's stay as they are
+        own_forward_hooks(last)  # so that the user's model does not get the hook
         last.register_forward_hook(note_streams if has_streams else note)
         self._noted = decoder
 

@@ -60,7 +60,7 @@ class MovingSlots:
         assert first % BLOCK_TOKENS == num_tokens % BLOCK_TOKENS == 0
         num_blocks = num_tokens // BLOCK_TOKENS
         for layer, _ in self._cache.layers_of(slot):
-            begin = first // BLOCK_TOKENS % layer.keys.shape[2]  # in a ring, if it has a window
+            begin = first // BLOCK_TOKENS % layer.keys.shape[2]  # a ring if it has a window
             assert begin + num_blocks <= layer.keys.shape[2]
             for tensor in (layer.keys, layer.values):
                 yield tensor[slot, :, begin : begin + num_blocks]

@@ -101,7 +101,7 @@ class PaddedSlotPool(SlotPool):
         self._model, self._pad_id = model, pad_id
         self._padded: PaddedBatch | None = None
         self._images: dict[int, ImagePrompt] = {}
-        self._tokens: dict[int, int] = {}  # by slot: the last one, in the order of the batch
+        self._tokens: dict[int, int] = {}  # slot -> last token, in the order of the batch
 
     def show(self, slot: int, images: ImagePrompt | None) -> None:
         """Set the images of a slot's next prompt."""

@@ -24,10 +24,10 @@ from tandem.recording.replay import ReplayedStep
 
 _Cache = TypeVar("_Cache", bound=SlotCache)
 
-# Called with a slot, the position of its first new token, and what the head read of these.
+# Called with a slot, the position of its first new token, and the head's inputs for the new tokens.
 OnHidden = Callable[[int, int, Tensor], None]
 
-# Why nothing is drafted beside executors that pass calls on.
+# Why nothing is drafted while an executor passes calls on.
 EACH_TOKEN_SEEN = "what records or forces routing sees one token of each sequence in a step"
 
 

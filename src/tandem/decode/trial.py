@@ -17,18 +17,19 @@ from tandem.hf.compat import reference_warnings_held, repeat_warnings
 from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.kv_cache.base import NotInSlotsError
 
-# How far logits may be from those of Transformers' own caches, relative to their size. Mistakes
-# show as an error of about one, whatever the tokens; low precision rounds differently, and so do
-# integers for packed weights: the last digit of an fp32 value decides to which they round.
+# How far logits may be from those with Transformers' own caches, relative to their size. A mistake
+# gives an error of about one for any tokens. Low precision gives small errors, and so does rounding
+# activations to integers for packed weights: a difference in the last digit of an fp32 value may
+# round to another integer.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 _TRIAL_TOKENS = 6
-# Near ties of the router may flip, but not with other tokens too: each comparison is near once.
+# A near tie of a router may flip for some tokens, but hardly in all of these trials.
 _TRIAL_FIRST_IDS = range(11, 17)
 _OTHER_LOGITS = "its logits differ"
-# What the code of a model raises that slots do not serve.
+# What a model's own code raises if slots cannot serve it.
 NOT_IN_SLOTS = (NotInSlotsError, RuntimeError, ValueError, TypeError, AttributeError, IndexError)
 
-# Returns so many slots.
+# Returns a pool with this many slots.
 NewPool = Callable[[int], CachedSlotPool[Any]]
 
 
@@ -71,7 +72,7 @@ def _errors_of(trial: list[int], model: PreTrainedModel, new_pool: NewPool) -> T
     except NOT_IN_SLOTS as error:
         return str(error).partition("\n")[0] or type(error).__name__
     with foreign_errors(f"{type(model).__name__} cannot run a prompt with this config.json"):
-        # Each by itself: some models' own code takes what pads a prompt for a part of it.
+        # One prompt per batch: some models' own code treats padding as part of the prompt.
         alone = [PaddedBatch(model, [prompt], 0) for prompt in prompts]
         theirs = [torch.cat([one.prefill() for one in alone])]
         theirs.append(torch.cat([one.decode([trial[i]]) for i, one in enumerate(alone)]))

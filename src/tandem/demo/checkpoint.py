@@ -31,7 +31,7 @@ class ShardWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add one tensor; it is stored as bfloat16."""
-        # A copy: tensors of one shard must not share memory, and equal experts would.
+        # A copy: tensors of one shard must not share memory, as equal experts would.
         self._pending[name] = tensor.detach().to(torch.bfloat16, copy=True).contiguous()
         self._pending_bytes += self._pending[name].nbytes
         if self._pending_bytes >= self._shard_bytes:
@@ -59,9 +59,10 @@ class ShardWriter:
         path = self._unnamed(len(self._shards))
         try:
             save_file(self._pending, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk: an OSError like everywhere else
+        except SafetensorError as error:  # e.g. a full disk, which is an OSError elsewhere
             raise OSError(str(error)) from error
-        # safetensors makes files for their owner only; the cache may be shared like its directory.
+        # safetensors creates files that only their owner can read; share them as the cache's
+        # directory is shared.
         path.chmod(self._directory.stat().st_mode & 0o666)
         self._shards.append(list(self._pending))
         self._total_bytes += self._pending_bytes

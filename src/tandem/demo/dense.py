@@ -36,7 +36,7 @@ def load_dense(gguf: Path, progress: Progress = ignore_progress) -> Dense:
             "pip install 'tandem-moe[demo]'"
         )
     progress("read", 0, 2)
-    # Transformers draws bars of its own here that have no switch.
+    # Transformers shows progress bars here that cannot be switched off.
     with contextlib.redirect_stderr(io.StringIO()):
         tokenizer = load_gguf_tokenizer(gguf)
         progress("read", 1, 2)

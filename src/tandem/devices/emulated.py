@@ -38,7 +38,7 @@ class EmulatedDevice(Device):
         if num_bytes > free_bytes:
             raise OutOfDeviceMemoryError(
                 f"the emulated device has {format_bytes(free_bytes)} free and "
-                f"{format_bytes(num_bytes)} were asked for; lower gpu_memory"
+                f"{format_bytes(num_bytes)} were requested; lower gpu_memory"
             )
         self.used_bytes += num_bytes
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")

@@ -21,7 +21,7 @@ from tandem.policy.settings import POOLS, PlannerSettings
 
 _OF_ONE_DEVICE = {"emulated_speed": "emulated"}
 _OF_DENSE_PARTS = ("threads", "device", "importance", "context", "sequences")
-# What is copied ahead where steps are planned, if nothing is asked for.
+# Defaults of what is copied ahead in planned steps.
 DEFAULT_PREDICTION, DEFAULT_PREFETCH_COUNT = "regression", 2
 
 
@@ -43,8 +43,8 @@ class OffloadOptions:
     )
     importance: str | None = option(
         None,
-        help="what inputs count where weights are rounded: a file of tandem importance or an "
-        "imatrix of llama.cpp; auto: what tandem importance has kept of this model",
+        help="importance of inputs when weights are rounded: a file of tandem importance or an "
+        "imatrix of llama.cpp; auto: what tandem importance has stored for this model",
         metavar="FILE",
     )
     threads: int | None = option(
@@ -68,7 +68,7 @@ class OffloadOptions:
         metavar="SIZE",
     )
     link_bandwidth: str | None = option(
-        None, help="let the link be no faster than this (default: as measured)", metavar="RATE"
+        None, help="limit the link to this rate (default: as measured)", metavar="RATE"
     )
     emulated_speed: float = option(
         8.0, help="how many times faster than this CPU the emulated device computes", metavar="X"
@@ -80,7 +80,7 @@ class OffloadOptions:
         None, help="hardware profile: a name or a file (default: as measured)", metavar="PROFILE"
     )
     start_content: str = option(
-        "heat", help="what the expert cache starts with", choices=STARTS.names()
+        "heat", help="initial content of the expert cache", choices=STARTS.names()
     )
     assignment: str | None = option(
         None,
@@ -90,13 +90,13 @@ class OffloadOptions:
     )
     eviction: str = option(
         "next-use",
-        help="what stays in the expert cache, and in memory of experts on a disk (next-use, lru)",
+        help="eviction policy of the expert cache, and of memory over a disk (next-use, lru)",
         choices=EVICTIONS.names(),
         former=EVICTIONS.former,
     )
     prediction: str | None = option(
         None,
-        help="what the next layers will want (default: regression where steps are planned)",
+        help="predictor of the next layers' experts (default: regression where steps are planned)",
         choices=PREDICTIONS.names(),
         former=PREDICTIONS.former,
     )
@@ -187,7 +187,7 @@ class OffloadOptions:
         given = [name for name in of_experts if own[name] != defaults[name]]
         if given:
             raise ConfigError(
-                f"{', '.join(given)}: that is of experts, and {model} is a dense model, which has "
+                f"{', '.join(given)}: only for experts, and {model} is a dense model, which has "
                 "none; leave it out (dense_dtype packs linear layers)"
             )
 
@@ -217,7 +217,7 @@ class OffloadOptions:
             must_prefetch=count is not None or self.prediction is not None,
             can_ask=self.look_ahead,
             pool=self.pool,
-            # Worth a few slots of decode steps where a prompt waits for a real link.
+            # Over a real link, prompts gain more from these slots than decode steps lose.
             copies_prompts=kind_of(self.device).holds_dense_parts,
         )
 
@@ -241,20 +241,18 @@ def offload_options(flags: argparse.Namespace, also_of_cpu: Collection[str] = ()
     of_a_device = ("gpu_memory", *OffloadOptions.rare)
     given = [name for name in of_a_device if vars(flags).get(name) is not None]
     if options.expert_memory_bytes is not None and "eviction" in given:
-        given.remove("eviction")  # host slots follow it, too
+        given.remove("eviction")  # host slots use it, too
     given_of_device = [name for name in given if name not in also_of_cpu]
     if options.device == "cpu" and given_of_device:
         raise ConfigError(
-            f"{_flags(given_of_device)}: that is of a device beside the CPU, and there is none "
+            f"{_flags(given_of_device)}: only for a device beside the CPU, and there is none "
             "(--device cpu); leave it out, or give --device cuda or emulated"
         )
     of_others = [
         name for name in given if _OF_ONE_DEVICE.get(name, options.device) != options.device
     ]
     if of_others:
-        raise ConfigError(
-            f"{_flags(of_others)}: that is not of --device {options.device}; leave it out"
-        )
+        raise ConfigError(f"{_flags(of_others)}: not for --device {options.device}; leave it out")
     if options.residuals is not None and not options.look_ahead:
         raise ConfigError(
             "--residuals: no router is asked ahead; give --look-ahead, or leave it out"

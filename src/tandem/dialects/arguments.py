@@ -155,7 +155,7 @@ def python_calls(text: str) -> list[dict[str, object]]:
 
 def _call(node: ast.expr) -> dict[str, object]:
     if not isinstance(node, ast.Call) or node.args:
-        raise ValueError("there is something that is no call with named arguments")
+        raise ValueError("something is not a call with named arguments")
     name = ast.unparse(node.func)
     if not re.fullmatch(r"[\w.]+", name):
         raise ValueError("a call has no plain name")

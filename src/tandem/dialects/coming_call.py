@@ -22,9 +22,9 @@ from tandem.dialects.arguments import (
 )
 from tandem.dialects.dialect import Dialect
 
-# What comes before the arguments of a call that is an object, perhaps of a list.
+# Text before the arguments of a call written as an object, which may be in a list.
 _HEAD = re.compile(r'[\[\s,]*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:')
-# What comes after them: perhaps an id.
+# Text after the arguments, which may contain an id.
 _AFTER = re.compile(r'\s*(?:,\s*"[^"\\]*"\s*:\s*"[^"\\]*"\s*)*\}')
 _BEGINNING = re.compile(r'\s*(\{\s*["}])')
 
@@ -60,8 +60,8 @@ class ComingCalls:
         self._values, self._schemas = dialect.values, schemas
         self._tag = re.compile(dialect.tag, re.DOTALL)
         self._name, self._is_named = name, "transform" in dialect.calls
-        self._text, self._place = "", 0  # up to there the text is done with
-        self._object: _JsonObject | None = None  # the arguments that come
+        self._text, self._place = "", 0  # text up to _place is processed
+        self._object: _JsonObject | None = None  # the arguments that are being received
         self._has_begun, self._is_first = False, True
         streams = ("tagged", "nested") if self._is_named else ()
         self._is_held = dialect.values not in ("json", *streams) or (

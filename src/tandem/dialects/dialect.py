@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# How calls are written: "json" is one object, or several, of a name and arguments, or the arguments
-# of a call whose name stands in what opens it; "tagged" has a tag for each argument, whose value is
-# typed by the tool's schema, because models write strings and numbers alike, unless the tag says
-# which it is; "nested" has tags within tags; "python" is a list of calls as Python writes them;
-# "parsed" is whatever the response parser has made of it.
+# How calls are written. "json": one or more objects with a name and arguments, or the arguments
+# alone if the opening mark contains the name. "tagged": a tag for each argument. The tool's schema
+# decides the value's type, unless the tag states it, because models write strings and numbers
+# alike. "nested": tags within tags. "python": a list of calls in Python's syntax. "parsed": the
+# response parser's result.
 Values = Literal["json", "tagged", "nested", "python", "parsed"]
 Fields = Mapping[str, object]
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 """Hermes' marks, which grammars rule calls by."""
-# Text that is read over: a region that ends where it begins.
+# Skipped text: a region that ends where it begins.
 _EMPTY = {"close_pattern": r"(?=[\s\S])", "content": "text", "repeats": True}
 _NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 

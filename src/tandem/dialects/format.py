@@ -31,11 +31,11 @@ from tandem.text.text_tokens import token_ids
 if TYPE_CHECKING:
     from tandem.decode.images import ImagePrompt
 
-# Nothing of the prompt is read by ours, so the anchor is one that never comes.
+# Our templates read nothing of the prompt, so the anchor is text that never occurs.
 _TEMPLATE: Mapping[str, object] = {"defaults": {"role": "assistant"}, "start_anchor": "\0"}
 
 
-# What a tokenizer's own response template makes of calls is taken as it is.
+# A tokenizer's own response template parses the calls; its result is used as it is.
 _OWN = Dialect(name="own", marks=(), calls={}, values="parsed")
 _NO_PLACE = "the model has no chat template, so images have no place in its prompts; leave them out"
 
@@ -107,7 +107,7 @@ class ChatFormat:
                 text += f"\n{self.dialect.end_think}\n\n"
             text += self.dialect.answers_after
             is_thinking = False
-        # The template has written the special tokens.
+        # The template's text already contains the special tokens.
         ids = token_ids(
             self._tokenizer, text, has_special=not self._has_template, most_tokens=most_tokens
         )
@@ -127,7 +127,7 @@ class ChatFormat:
             return rendered(self._tokenizer, turns, tools=list(tools) or None, **options)
         except Exception as error:  # a template is a program that came with the model
             has_calls = any(turn.get("tool_calls") for turn in turns)
-            # Some templates join arguments to text.
+            # Some templates concatenate arguments with text.
             if has_calls and not isinstance(error, TemplateEndedError):
                 try:
                     texts = [as_text(turn) for turn in turns]

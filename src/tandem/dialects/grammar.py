@@ -22,15 +22,15 @@ LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2_000,
     step_max_items=7_000,
     step_lexer_fuel=200_000,
-    verbose_errors=False,  # else an error repeats the grammar and the answer
+    verbose_errors=False,  # otherwise an error repeats the grammar and the answer
 )
-# One space at most: without a bound a weak model writes white space for ever, and pretty JSON costs
-# twice the tokens.
+# At most one space. Without a bound a weak model writes white space forever, and indented JSON
+# costs twice the tokens.
 _COMPACT = {"whitespace_pattern": " ?"}
-# Where a JSON schema holds others: by name; as a list or alone.
+# Keys of a JSON schema that hold other schemas: by name; in a list or alone.
 _NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 _SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
-# What else says which properties an object has.
+# Other keys that define an object's properties.
 _OPENING = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 SPACE_RULE = 'space: (" " | "\\n")?\n'
 
@@ -51,7 +51,7 @@ def regex_grammar(pattern: str) -> str:
 
 def choice_grammar(texts: Sequence[str]) -> str:
     """Return the grammar that allows exactly one of these texts."""
-    # A terminal: alternatives of a rule are items that the parser holds, each of them.
+    # A terminal, because the parser keeps an item for each alternative of a rule.
     written = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
     lark = f"start: CHOICE\nCHOICE: {written}"
     return checked(llguidance.LLMatcher.grammar_from_lark(lark), "choice")

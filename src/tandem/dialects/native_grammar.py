@@ -87,7 +87,8 @@ def native_grammar(
         marks.append(written.argument[2])
     text = f"/{_ANY}/"
     if can_think and not is_thinking and form.think.strip() not in form.ids:
-        text += f" & ~/{re.escape(form.think.strip())}{_ANY}/"  # so begins reasoning alone
+        # Text must not begin with the mark that opens reasoning.
+        text += f" & ~/{re.escape(form.think.strip())}{_ANY}/"
     rules = [
         f'ANY: /{_ANY}/\nTEXT: {text}\nnl: "\\n"?\n{SPACE_RULE if written.is_object else ""}',
         *(form.rule_up_to(mark) for mark in dict.fromkeys(marks)),

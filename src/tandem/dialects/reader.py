@@ -9,7 +9,7 @@ from tandem.dialects.coming_call import AnswerPart, ComingCalls
 from tandem.dialects.dialect import Dialect
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-# What a broken format raises in Transformers' parser, and in ours.
+# Exceptions of Transformers' parser and ours for a broken format.
 _BROKEN = (ValueError, KeyError, TypeError, RecursionError)
 
 
@@ -35,7 +35,7 @@ class AnswerReader:
         self._is_at_start = {"content": True, "reasoning": True}
         self._is_broken = False
         self._calls: ComingCalls | None = None
-        self._open_text = ""  # of calls that have not begun, which may turn out to be none
+        self._open_text = ""  # text of calls that have not begun and may turn out to be plain text
 
     @functools.cached_property
     def _parser(self) -> Any:
@@ -54,7 +54,7 @@ class AnswerReader:
         found: list[AnswerPart] = []
         try:
             found.extend(self._parts(self._parser.feed(text)))
-        except _BROKEN:  # the model broke its own format: plain text
+        except _BROKEN:  # the model broke its own format: treat the rest as plain text
             self._is_broken = True
             found.append(AnswerPart(content=self._open_text + text))
         return found
@@ -82,7 +82,7 @@ class AnswerReader:
                     yield AnswerPart(reasoning=text)
                 elif field == "content" and (text := self._stripped("content", text)):
                     yield AnswerPart(content=text)
-            elif field != "content":  # what stood around calls
+            elif field != "content":  # text between calls
                 self._is_at_start["content"] = True
 
     def _call_parts(self, event: Mapping[str, Any]) -> Iterator[AnswerPart]:
@@ -99,7 +99,7 @@ class AnswerReader:
             self._is_at_start["content"] = True
             try:
                 yield from self._calls.finish(event.get("value"))
-            except _BROKEN:  # a call that is none is text
+            except _BROKEN:  # not a call, so it is text
                 yield AnswerPart(content=written)
 
     def _stripped(self, part: str, text: str) -> str:

@@ -40,7 +40,7 @@ def free_calls(
         return native_grammar(
             rules, form, is_thinking=is_thinking, can_think=can_think, has_one_call=has_one_call
         )
-    except ConfigError:  # a schema too odd for tags: what comes is taken apart alone
+    except ConfigError:  # no grammar: the answer is only parsed
         if form.written.is_object:
             raise
         return None

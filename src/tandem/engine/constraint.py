@@ -13,8 +13,8 @@ from tandem.dialects.grammar import complaint
 from tandem.engine.grammar_process import Tables, new_matcher
 from tandem.foreign_types import Tokenizer
 
-# Masks that take longer are slow, and what an answer's slow ones may take beyond that in all: why,
-# is in `tandem.dialects.grammar`.
+# A mask that takes longer is slow. The second number limits the time that all slow masks of an
+# answer take beyond that. `tandem.dialects.grammar` says why.
 SLOW_MASK_SECONDS, MOST_SLOW_SECONDS = 0.05, 0.2
 
 
@@ -59,12 +59,12 @@ class GrammarConstraint:
         """
         bits = self._bits
         if not self._matcher.is_error():
-            # By the processor's time: on a busy machine the same answers end.
+            # CPU time, so that a busy machine does not change which answers end.
             begin = time.thread_time()
             self._matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.numel() * 4)
             self._note_mask(time.thread_time() - begin)
         self._require_no_error()
-        if not torch.equal(bits, self._expanded_bits):  # text between calls: the same for long
+        if not torch.equal(bits, self._expanded_bits):  # often the same mask as before
             allowed = ((bits[:, None] >> self._places) & 1).flatten()[: scores.shape[-1]].bool()
             if not allowed.any():
                 allowed[self._end_id] = True

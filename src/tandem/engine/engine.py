@@ -58,12 +58,12 @@ from tandem.hf.runtime import require_runtime
 
 _log = logging.getLogger("tandem.engine")
 _REPORT_SECONDS = 0.5
-# So often a long step says that it goes on.
+# How often a long step reports that it is alive.
 _ALIVE_SECONDS = 1.0
-# So long a thread that writes to disk is waited for, and at the end altogether.
+# How long to wait for one thread that writes to disk, and for all at the end.
 _WRITER_SECONDS = 0.02
 _WRITING_SECONDS = 5.0
-# So many steps record and compare a decode step of one row.
+# In this many steps a decode step of one token is recorded and compared.
 _WARM_UP_TOKENS = 8
 
 
@@ -75,7 +75,8 @@ def run_engine(load: ModelLoader, settings: EngineSettings, connection: Connecti
     except TandemError as error:
         connection.send(Failed([], str(error)))
         sys.exit(EXIT_CANNOT_LOAD)
-    # What is loaded stays. To look through it takes a third of a second, in which no token comes.
+    # The loaded objects stay. A collection over them takes a third of a second in which no token
+    # comes.
     gc.freeze()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         engine.run()
@@ -89,7 +90,7 @@ class Engine:
         model, tokenizer = load()
         runtime = require_runtime(model)
         if runtime.options.dense_dtype == "auto":
-            # An answer that does not depend on its batch matters more here than a few per cent.
+            # Answers that do not depend on the batch matter more here than a few per cent of speed.
             pack_as_loaded(model, runtime.threads)
         self._model = model
         self._connection = connection
@@ -115,7 +116,7 @@ class Engine:
         self._is_stopped = False
         self._last_report = self._last_alive = 0.0
         self._warm_up()
-        # An event a layer and step: without slots there is nothing to count of them.
+        # These listeners get an event per layer and step. Without slots there is nothing to count.
         executor.listeners += [self._experts, self._layer_done]
         if self._speculation is not None:
             self._speculation.experts = self._experts
@@ -213,11 +214,13 @@ class Engine:
         try:
             token_outputs = self._scheduler.step()
         except StepFailedError as failed:
-            # Requests are lost, the model is not: what failed is said, and the others go on.
+            # The requests are lost, but not the model: report what failed and go on with the
+            # others.
             for numbers, error in failed.failures:
                 self._tell_failed(numbers, error)
             if any(isinstance(error, DeviceLostError) for _, error in failed.failures):
-                # The HTTP side starts another process. This one's end would wait for the GPU.
+                # The HTTP side starts another process. A normal exit of this one would wait for the
+                # GPU.
                 os._exit(EXIT_DEVICE_LOST)
             token_outputs = failed.token_outputs
         if token_outputs:

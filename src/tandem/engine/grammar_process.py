@@ -25,7 +25,7 @@ from tandem.foreign_types import Tokenizer
 
 GrammarJob = Callable[[], str | None]
 """Writes a grammar (None: it cannot be ruled); pickled by name."""
-# The model's threads go first.
+# The model's threads have priority.
 _NICENESS = 10
 
 
@@ -106,7 +106,7 @@ def _built_tables(tables: Tables) -> llguidance.LLTokenizer | ConfigError:
         tokenizer = tables.build()
     except ConfigError as error:
         return error
-    new_matcher(tokenizer, 'start: "a"').compute_bitmask()  # what is made on first use
+    new_matcher(tokenizer, 'start: "a"').compute_bitmask()  # creates what is built on first use
     return tokenizer
 
 

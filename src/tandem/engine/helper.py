@@ -64,7 +64,7 @@ def read(connection: socket.socket) -> Any:
 
 def jobs(control: socket.socket) -> Iterator[tuple[bytes, socket.socket]]:
     """Yield the kind (one byte) and the socket of each job, until `control` ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forks that have ended
     while True:
         kind, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not descriptors:
@@ -75,7 +75,7 @@ def jobs(control: socket.socket) -> Iterator[tuple[bytes, socket.socket]]:
 
 def answer(connection: socket.socket, work: Callable[[Any], object]) -> None:
     """Do a job in this process and send its answer."""
-    with contextlib.suppress(OSError, EOFError):  # its client has gone
+    with contextlib.suppress(OSError, EOFError):  # the client has closed the connection
         job = read(connection)
         connection.sendall(STARTED)
         connection.sendall(framed(work(job)))
@@ -90,13 +90,13 @@ def answer_in_fork(
     if os.fork():
         return
     try:
-        control.close()  # else it would outlive this process
+        control.close()  # otherwise the fork would keep it open after this process ends
         job: Job = read(connection)
         _limit(connection, job.limits)
         connection.sendall(STARTED)
         found = framed(work(job))
-        signal.signal(signal.SIGIO, signal.SIG_IGN)  # the reader makes room for more
-        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):  # a reader may be slow
+        signal.signal(signal.SIGIO, signal.SIG_IGN)  # sent again when the reader makes room
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):  # a slow reader is no reason to end
             signal.setitimer(timer, 0)
         connection.sendall(found)
     finally:
@@ -112,7 +112,7 @@ def _limit(connection: socket.socket, limits: Limits) -> None:
     signal.setitimer(signal.ITIMER_PROF, limits.processor_seconds)
     with open("/proc/self/statm", encoding="ascii") as file:
         num_bytes = int(file.read().split()[0]) * resource.getpagesize() + limits.memory_bytes
-    with contextlib.suppress(ValueError, OSError):  # a lower limit is there
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is set already
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 

@@ -15,7 +15,7 @@ from tandem.policy.residency import COPYING, READY
 
 _PERIOD_SECONDS = 0.2
 _STEPS = 48
-# Uses are counted in a byte.
+# Uses are counted in one byte.
 _MOST_USES = 255
 ON_HOST, ARRIVING, ON_DEVICE = 0, 1, 2
 

@@ -18,9 +18,9 @@ from tandem.generate.token_output import BatchCounts, TokenOutput
 
 # Loads (model, tokenizer); pickled by name, so that the engine process can call it.
 ModelLoader = Callable[[], tuple[PreTrainedModel, Tokenizer]]
-# The engine process ends so when the model cannot be loaded: trying again would not help.
+# The exit code if the model cannot be loaded; trying again would not help.
 EXIT_CANNOT_LOAD = 3
-# And so when its GPU hangs or has broken: another process can use it.
+# The exit code if the GPU hangs or is broken; another process can use it.
 EXIT_DEVICE_LOST = 4
 
 

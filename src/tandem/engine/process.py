@@ -21,10 +21,10 @@ from typing import Any
 from tandem.engine.messages import EngineSettings, ModelLoader, Stop
 
 _KILL_AFTER_SECONDS = 10.0
-# Read before the loop does other things.
+# Messages read at a time, before the loop does other work.
 _MOST_MESSAGES = 64
-# How much the engine gives way to the HTTP side, as nice(1) counts it: where clients and model want
-# the same processors, what the model has said is to reach them.
+# The engine's nice value. Where clients and model compete for cores, delivering tokens comes before
+# computing more.
 _NICENESS = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -47,7 +47,7 @@ class EngineProcess:
         )
         with _held_signals():
             self._process.start()
-        theirs.close()  # so that its end is seen here
+        theirs.close()  # so that this side sees when the process ends
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_end = on_message, on_end
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -86,7 +86,7 @@ class EngineProcess:
             await self._wait_for_end()
 
     async def _wait_for_end(self) -> None:
-        # Not `wait_for`: in Python 3.11 it loses a Ctrl-C that comes with what it waits for.
+        # Not `wait_for`: in Python 3.11 it loses a Ctrl-C that arrives together with the result.
         async with asyncio.timeout(_KILL_AFTER_SECONDS):
             await self._has_ended.wait()
 
@@ -135,7 +135,7 @@ def came(connection: Connection) -> Iterator[object]:
 @contextlib.contextmanager
 def _held_signals() -> Iterator[None]:
     """Block signals while a process is started, until it has set its handlers."""
-    resource_tracker.ensure_running()  # to start it lets signals through again
+    resource_tracker.ensure_running()  # starting it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -145,7 +145,7 @@ def _held_signals() -> Iterator[None]:
 
 def _run(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
     """Run as the engine process; only there torch is loaded."""
-    # Signals reach the whole group; the HTTP side decides when this process ends.
+    # Signals reach the whole process group; the HTTP side decides when this process ends.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

@@ -13,7 +13,7 @@ from tandem.hf.compat import dispensable_weights, target_names
 from tandem.hf.experts import is_experts_module
 from tandem.hf.load import empty_model, open_foreign, source_config
 
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer or an expert; not the 1 of w1
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")  # index of a layer or an expert, but not the 1 of w1
 
 
 def require_complete(checkpoint: AnyCheckpoint) -> None:
@@ -49,7 +49,7 @@ def _require_parameters(path: Path, model: nn.Module, found: set[str]) -> None:
     """
     by_id: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_id[id(parameter)].append(name)  # tied ones need one tensor
+        by_id[id(parameter)].append(name)  # tied parameters need only one tensor
     kinds = set(map(_kind, found))
     dispensable = dispensable_weights(model)
     missing = [
@@ -75,7 +75,7 @@ def _require_experts(path: Path, model: nn.Module, tensors: dict[str, list[str]]
         for name, parameter in module.named_parameters(recurse=False)
         if (full_name := f"{module_name}.{name}") in tensors
     }
-    # A kind of tensor, such as w1 of experts, that some layers have is expected of all.
+    # If some layers have a kind of tensor, such as experts' w1, all layers need it.
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for name, (_, counts) in sources.items():
         kinds[_kind(name)] |= counts

@@ -24,8 +24,8 @@ def forecast_from_profile(sizes: ModelSizes, profile: HardwareProfile) -> Profil
         return "not forecast: profiles have no times of a dense model"
     if profile.gpu != EMULATED:
         return (
-            f"not forecast: profile {profile.name!r} has times of what is beside experts on its "
-            "GPU alone; --device cuda plans for that"
+            f"not forecast: profile {profile.name!r} has times of dense parts only on its GPU; "
+            "--device cuda plans for that"
         )
     costs = costs_for(sizes, profile)
 

@@ -15,14 +15,15 @@ from tandem.hf.checkpoint import Checkpoint
 from tandem.policy.cost import DiskCosts
 
 _WHAT = "model's disk"
-# SATA SSDs give half a gigabyte a second; below that, experts from the disk take seconds a token.
+# SATA SSDs read half a gigabyte per second. Below that, a token with experts from the disk takes
+# seconds.
 _SLOW_BYTES_PER_SECOND = 0.4e9
-_SECONDS = 0.3  # of each depth
-_CACHED = "what is read lies in the page cache too, which takes the memory of slots"
+_SECONDS = 0.3  # per depth
+_CACHED = "here the page cache holds a second copy of what is read, in memory that slots could use"
 _REMEDIES: dict[Reads, tuple[str, str]] = {
     "refused": ("the file system refuses O_DIRECT", f"put it on a local disk: {_CACHED}"),
     "silently buffered": (
-        "the file system takes O_DIRECT and buffers all the same",
+        "the file system accepts O_DIRECT but buffers anyway",
         f"put it on a local disk: {_CACHED}",
     ),
 }

@@ -17,7 +17,7 @@ from tandem.devices.cuda.streams import CudaStreams, Stream
 from tandem.experts.cache.sizing import OutOfDeviceMemoryError
 from tandem.forecast.windows_check import Finding, check_windows
 
-# Under PCIe 3 with 16 PCIe lanes, which gives about 12 GB/s.
+# Less than PCIe 3 with 16 PCIe lanes, which gives about 12 GB/s.
 _SLOW_LINK_GIGABYTES = 10.0
 _LITTLE_MEMORY_SHARE = 0.25
 _SAMPLES = 5

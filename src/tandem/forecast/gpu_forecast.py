@@ -36,10 +36,10 @@ from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.typical_routing import typical_routing, with_guesses
 
 _DECODE_STEPS = 128
-_HEAT_SEQUENCES = 2  # what earlier runs have learned about popularity
+_HEAT_SEQUENCES = 2  # sequences from which earlier runs have learned the experts' popularity
 _MEASURED_LAYERS = 2
-_LAUNCH_SECONDS = 60e-6  # of a layer's dense parts, as the profiles of data sheets assume
-_SYSTEM_BYTES = 4 << 30  # of a PC with its desktop, assumed
+_LAUNCH_SECONDS = 60e-6  # of a layer's dense parts; the profiles from data sheets assume the same
+_SYSTEM_BYTES = 4 << 30  # of a PC with a desktop, assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     """Measure this machine's GPU as loading does, on a few layers."""
     here = dataclasses.replace(offload, expert_dtype=sizes.expert_formats[0])
     shape = measured_shape(sizes)
-    # Packed as the options have it when it is brought to the GPU.
+    # Moving it to the GPU packs it as the options say.
     model = build_random_model(shape, here, dense_dtype="none", device=offload.device)
     executor = require_runtime(model).executor
     executor.close()
@@ -155,7 +155,7 @@ def forecast_on_gpu(
     )
     heat = trace.sequences(0, _HEAT_SEQUENCES)
     is_resident = num_slots >= sizes.num_experts
-    if is_resident:  # as loading has it: all of them, and room for copies
+    if is_resident:  # as when loading: slots for all experts, and for copies
         num_slots = settings.slots_for(num_slots)
     charged = profile.charged(costs, path.host_path)
     if path.in_graph:
@@ -176,7 +176,7 @@ def forecast_on_gpu(
     if settings.asking_sizes:
         played = with_guesses(played)
     tally = steps = replay(played, run, resident=resident)
-    if is_resident:  # prompts are handed over layer by layer all the same
+    if is_resident:  # prompts are still handed over layer by layer
         shape = profile.charged(costs, path.host_path, is_resident=True)
         steps = replay(played, dataclasses.replace(run, shape=shape), resident=resident)
     return GpuForecast(
@@ -207,7 +207,7 @@ def costs_for(sizes: ModelSizes, profile: HardwareProfile) -> ShapeCosts:
     near = shape_for(profile, str(sizes.config.model_type), geometry)
     ratio = sizes.expert_image_bytes / near.expert_bytes
     dense_seconds = near.dense_seconds
-    if near.shape in MODEL_SHAPES:  # whose dense parts are in 16 bits
+    if near.shape in MODEL_SHAPES:  # its dense parts have 16 bits
         known = shape_sizes(MODEL_SHAPES[near.shape], OffloadConfig())
         dense_seconds = _dense_seconds(near.dense_seconds, known, sizes)
     return dataclasses.replace(

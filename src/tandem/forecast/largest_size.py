@@ -11,7 +11,7 @@ from tandem.core.errors import CapacityError
 from tandem.core.units import format_bytes
 from tandem.forecast.model_plan import Plan
 
-# From the largest; the first has the model's weights as they are.
+# Largest first. The first keeps the model's weights.
 _FORMATS = (
     "bf16", "int8", "q6_k", "q5_k", "int4z", "q4_k", "iq4_xs", "iq3_s", "iq3_xxs", "iq2_s",
     "iq2_xs", "iq2_xxs",
@@ -84,7 +84,8 @@ def largest_size(
             found = SizeProposal(tokens_per_second, num_bytes, bits, None, reason)
             continue
         speed = with_speed(name, plan).speed
-        if isinstance(speed, str):  # a smaller size may be forecast where a larger one is not
+        # The speed of a smaller size may be known even if that of a larger one is not.
+        if isinstance(speed, str):
             found = SizeProposal(tokens_per_second, num_bytes, bits, None, speed)
             continue
         decode = speed.decode_tokens_per_second

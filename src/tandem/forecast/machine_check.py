@@ -23,7 +23,7 @@ from tandem.hf.packed_reading import verify_files
 from tandem.kernels import _native
 from tandem.kernels.cpu import detect_cpu, usable_topology
 
-# A DDR4 channel gives about 20 GB/s; below this, decoding is slower than reading aloud.
+# One channel of DDR4 gives about 20 GB/s. Below this limit decoding is slower than reading aloud.
 _SLOW_READ_GIGABYTES = 10.0
 _LITTLE_DISK_BYTES = 20 << 30
 _LITTLE_MEMORY_SHARE = 0.25

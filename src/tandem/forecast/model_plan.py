@@ -25,8 +25,8 @@ from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.hf.whole_model import prompt_bytes, require_room
 from tandem.kv_cache.latents import most_expanded_bytes
 
-# What a first forward adds to the program: pages of torch's code, buffers and stacks of threads.
-# Measured on OLMoE and Qwen3-Next of an eighth of their width: 32 and 35 MB, 20 of them code.
+# Memory that the first forward adds: pages of torch's code, buffers and thread stacks. Measured on
+# OLMoE and Qwen3-Next at an eighth of their width: 32 and 35 MB, of which 20 are code.
 FORWARD_BYTES = 32 << 20
 _CONTEXTS = (2048, 8192, 32768, 131072)
 
@@ -167,12 +167,14 @@ def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
     hidden, inner = int(config.hidden_size), _number(config, "intermediate_size")
     of_experts = _number(config, "moe_intermediate_size") or inner
     of_heads = max(map(_heads_width, value_of(config, "per_layer_config") or [config]))
-    # Each expert's rows in fp32, with the codes of what goes in and of what is in between.
+    # The routed tokens' fp32 results, and the codes of their inputs and of the values between the
+    # projections.
     routed = sizes.top_k * (5.25 * hidden + 1.2 * of_experts)
-    # Six times the hidden states; queries and what attention makes of them, or a mixer's values;
-    # dense layers.
+    # Six times the hidden states; queries and attention's results, or a mixer's values; dense
+    # layers.
     mixed = max(12 * of_heads, sizes.mixer_token_bytes)
-    if value_of(config, "dtype") == torch.float32:  # as GGUF files compute on the CPU
+    # On the CPU, models from GGUF files compute in fp32.
+    if value_of(config, "dtype") == torch.float32:
         mixed *= 2
     has_dense_layers = sizes.num_moe_layers < sizes.num_layers
     dense = (8 if has_dense_layers else 4) * inner if of_experts != inner else 0

@@ -41,7 +41,7 @@ from tandem.hf.row_tables import row_tables
 from tandem.hf.token_tables import tables_by_token
 from tandem.kernels.formats.weight_format import WeightFormat
 
-# Words in the names of modules -> the part that their weights belong to; the first that fits.
+# Part -> words in the names of the modules whose weights it has; the first match counts.
 _PARTS = (
     ("embeddings and head", ("embed", "lm_head", "wte")),
     ("routers", ("gate.", "router")),
@@ -51,7 +51,7 @@ _PARTS = (
 )
 _OTHER = "norms and the rest"
 _TABLES = "tables of rows"
-# What the files of a packed checkpoint say, whatever the user does.
+# Options that a packed checkpoint's files decide, whatever the user asks for.
 _OF_FILES = ("expert_dtype", "expert_formats", "dense_formats", "packed_format")
 
 
@@ -195,7 +195,7 @@ def model_sizes(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> ModelSizes
         require_packed_dtype(checkpoint, offload)
         stored = OffloadConfig.from_dict(checkpoint.quantization or {})
         of_files = {name: vars(stored)[name] for name in _OF_FILES}
-        if stored.dense_dtype != "none":  # else loading packs what the files have not
+        if stored.dense_dtype != "none":  # otherwise loading packs the dense layers
             of_files["dense_dtype"] = stored.dense_dtype
         offload = dataclasses.replace(offload, **of_files)
     sizes = config_sizes(source_config(checkpoint), offload)
@@ -221,7 +221,7 @@ def config_sizes(
     store, text = quantizer.runtime.store, config.get_text_config()
     dtype = next(model.parameters()).dtype
     packed = layer_formats(model, store, offload, codes, on_device=on_device)
-    # GGUF files have no rows side by side.
+    # Tables of a GGUF file are not read row by row from the disk.
     tables = () if source is not None and source.method == "gguf" else row_tables(model)
     dense_bytes = _dense_bytes(model, packed, tables)
     return ModelSizes(

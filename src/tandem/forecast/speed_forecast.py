@@ -29,17 +29,17 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.cpu import detect_cpu
 
-# Raise it when what is measured changes: older forecasts are then measured again.
+# Increase it when the measurement changes: older forecasts are then measured again.
 MEASUREMENT = 7
 PROMPT_TOKENS = 256
 DECODE_STEPS = 24
 FIRST_TOKENS = WARM_UP_STEPS
 _FEW_LAYERS = 2
-# How many layers the larger of the two models has more. An error of timing counts (layers - more) /
-# (more - few) times, hence not fewer.
+# How many more layers the larger model has. An error of timing is multiplied by (layers - more) /
+# (more - few), so fewer layers would be too inaccurate.
 _LEAST_MORE, _MOST_MORE = 7, 10
-_WHOLE_BYTES = 2 << 30  # models up to this are built whole
-_SHARE_OF_MEMORY = 0.5  # of what is free, for the layers that are built
+_WHOLE_BYTES = 2 << 30  # models up to this size are built completely
+_SHARE_OF_MEMORY = 0.5  # share of the free memory for the layers that are built
 ROUNDS = 7
 
 
@@ -141,7 +141,8 @@ def _measure(sizes: ModelSizes, offload: OffloadConfig, num_rounds: int) -> Spee
     for model in models:
         require_runtime(model).executor.close()
     usual = _median([_extrapolate(counts, times, sizes.num_layers) for times in rounds])
-    # What a process does once came with its first prompt and first steps, on the smallest model.
+    # One-time costs of a process fall on its first prompt and first steps, which the smallest model
+    # ran.
     few = [times[0] for times in rounds]
     once = [max(0.0, first - median) for first, median in zip(few[0], _median(few), strict=True)]
     first_prefill, first_tokens = Times(*once)[2:]

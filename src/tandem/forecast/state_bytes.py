@@ -15,10 +15,10 @@ from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kv_cache.checkpoints import most_checkpoints
 from tandem.kv_cache.states import most_checkpoint_bytes
 
-# Bytes of activations for each value that a mixing layer projects a token to: with a recurrence
-# (measured on Qwen3-Next 9.8, Qwen3.6 9.9, Nemotron 3 12.1), with a convolution alone (LFM2).
+# Bytes of activations per projected value of a mixing layer, with a recurrence (measured:
+# Qwen3-Next 9.8, Qwen3.6 9.9, Nemotron 3 12.1), and with only a convolution (LFM2).
 _BYTES_OF_RECURRENCE, _BYTES_OF_CONVOLUTION = 11, 6
-_PROJECTIONS_BACK = ("out", "o_proj")  # to the hidden states
+_PROJECTIONS_BACK = ("out", "o_proj")  # projections back to the hidden states
 _STATE_BYTES = 4  # slots keep states in fp32
 
 
@@ -63,7 +63,8 @@ def _mixer_bytes(part: nn.Module) -> int:
         for name, child in children.items()
         if isinstance(child, nn.Linear) and not name.startswith(_PROJECTIONS_BACK)
     )
-    has_recurrence = any(True for _ in part.named_parameters(recurse=False))  # decay rates
+    # Its own parameters are decay rates.
+    has_recurrence = any(True for _ in part.named_parameters(recurse=False))
     return width * (_BYTES_OF_RECURRENCE if has_recurrence else _BYTES_OF_CONVOLUTION)
 
 

@@ -45,7 +45,7 @@ class _Facts(NamedTuple):
     """How programs may have huge pages; None: the kernel has none, or hides it."""
 
 
-# What is found, and where: texts name the facts, `total`, `advice` and `keep`.
+# (condition, finding). Texts may contain the facts `total`, `advice` and `keep`.
 _TABLE: tuple[tuple[Callable[[_Facts], bool], Finding], ...] = (
     (lambda f: f.pages is None and f.wsl is None,
      Finding("huge pages", "good", "not Linux's, or hidden")),

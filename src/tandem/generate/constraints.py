@@ -15,8 +15,8 @@ from tandem.generate.request import Request
 from tandem.generate.sampling import SamplingOptions
 from tandem.generate.thinking import BoundedThinking
 
-# Added to the score of a token that may not come yet. Finite, so that a grammar that allows
-# nothing else has the last word.
+# Added to the score of a token that may not come yet. It is finite so that a grammar that allows
+# only this token still gets it.
 _LAST_RESORT = -1e9
 
 

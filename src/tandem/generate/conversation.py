@@ -30,7 +30,7 @@ def trim_conversation(
 
     if len(starts) < 2 or fits(list(messages)):
         return list(messages), 0
-    # Each `fits` tokenizes what is left, so long conversations are bisected.
+    # `fits` tokenizes all remaining messages, so long conversations are bisected.
     candidates = range(1, len(starts) - 1)
     num_dropped = 1 + bisect_left(candidates, True, key=lambda count: fits(without(count)))
     return without(num_dropped), num_dropped

@@ -49,7 +49,7 @@ from tandem.kernels.dense import CpuThreads
 from tandem.recording.recorded_graph import RecordedGraph
 from tandem.text.text_tokens import token_ids
 
-# Text to continue, a conversation for the chat template, token ids, or what a processor wrote.
+# Text to continue, a conversation for the chat template, token ids, or a processor's result.
 Prompt = str | Sequence[Mapping[str, object]] | Sequence[int] | Tensor | ImagePrompt
 TextListener = Callable[[int, str], None]
 
@@ -100,7 +100,7 @@ class Generator:
         runtime = runtime_of(model)
         self._threads = threads or (CpuThreads() if runtime is None else runtime.threads)
         pack_dense_layers(model, dense_dtype, self._threads)
-        share_threads(model, self._threads)  # what is packed already, too
+        share_threads(model, self._threads)  # also layers that were packed before
         self._kv_dtype = require_kv_dtype(kv_dtype)
         if self._kv_dtype == "auto" and runtime is not None:
             self._kv_dtype = runtime.kv_dtype
@@ -295,7 +295,7 @@ class Generator:
         if (adapters := adapter_state(self.model)) != self._adapters:
             self._adapters, self._pool, self._latest_pool = adapters, None, None
         if self._pool is None or self._pool.num_slots != num_slots:
-            self._pool = self._latest_pool = None  # its memory goes before other memory comes
+            self._pool = self._latest_pool = None  # free its memory before allocating other memory
             self._pool = self.slot_pool(num_slots, capacity=capacity)
         return self._pool
 
@@ -335,7 +335,7 @@ class Generator:
         pad = self.model.generation_config.pad_token_id
         if pad is None and self.tokenizer is not None:
             pad = self.tokenizer.pad_token_id
-        return pad if pad is not None else 0  # its positions are masked
+        return pad if pad is not None else 0  # positions with it are masked
 
 
 def _of_row(options: SamplingOptions, number: int) -> SamplingOptions:

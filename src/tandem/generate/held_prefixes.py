@@ -14,10 +14,11 @@ from tandem.generate.request import Request
 from tandem.generate.running import Running
 from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, SEGMENTS_BETWEEN_STATES, PrefixFiles
 
-# Segments that are read in one step while other requests wait for their tokens.
+# Segments read per step while other requests wait for tokens.
 _READ_BESIDE_OTHERS = 4
 _PAUSE_SECONDS = 0.01
-# A prompt waits a step for another one's beginning if it gains a part of this many of its tokens.
+# A prompt waits a step for the beginning of another one if that saves it more than 1 / _MUCH of its
+# remaining tokens.
 _MUCH = 4
 
 
@@ -71,7 +72,7 @@ class HeldPrefixes:
     def _num_usable(self, request: Request) -> list[int]:
         """Return, for each slot, how many tokens of the prompt's prefix it could continue from."""
         pool = self._pool
-        if request.has_prompt_logprobs:  # no slot holds the logits of what it has read
+        if request.has_prompt_logprobs:  # slots do not keep the logits of tokens they have read
             return [0] * pool.num_slots
         return [
             pool.usable(slot, num_shared(pool.held(slot), request.keys))
@@ -116,7 +117,7 @@ class HeldPrefixes:
         end = first
         while end < len(keys) and files.has(keys[end]):
             end += 1
-        if disk.slots.states:  # what is beyond the last states is computed
+        if disk.slots.states:  # what follows the last stored state must be computed
             while end > first and not files.has(files.states_key(keys[end - 1])):
                 end -= 1
         running.on_disk = [(number * SEGMENT_TOKENS, keys[number]) for number in range(first, end)]
@@ -138,7 +139,8 @@ class HeldPrefixes:
     def _read_one(self, disk: _Disk, running: Running) -> bool:
         """Read the next segment; return False and stop reading if it is gone."""
         first, key = running.on_disk.pop(0)
-        if first + SEGMENT_TOKENS <= running.num_done:  # another slot had it meanwhile
+        # The tokens came from another slot meanwhile.
+        if first + SEGMENT_TOKENS <= running.num_done:
             return True
         files, slots, slot = disk.files, disk.slots, running.slot
         data = files.read(key)

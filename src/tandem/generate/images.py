@@ -20,9 +20,9 @@ from tandem.foreign_types import Tokenizer
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# 32 Mi pixels, 8192 x 4096: towers read far fewer, and more is a file made to fill memory.
+# 32 Mi pixels (8192 x 4096). Vision towers read far fewer; a larger image is made to fill memory.
 MOST_PIXELS = 1 << 25
-_MOST_BYTES = 4 * MOST_PIXELS  # of a file; what is longer is cut, and so damaged
+_MOST_BYTES = 4 * MOST_PIXELS  # of a file; a longer one is cut and then reported as damaged
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _NEEDS = 'pip install "tandem-moe[images]"'
 
@@ -83,7 +83,7 @@ def load_processor(
     try:
         try:
             processor: Any = AutoProcessor.from_pretrained(source, **options)
-        except (ImportError, AttributeError):  # its part for videos needs torchvision
+        except (ImportError, AttributeError):  # its video processor needs torchvision
             images = AutoImageProcessor.from_pretrained(source, **options)
             if not hasattr(images, "merge_size"):
                 raise
@@ -133,7 +133,8 @@ def open_image(source: "str | Path | bytes | Image", name: str = "") -> "Image":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ImageOps.exif_transpose(found).convert("RGB")
-    except Exception as error:  # Pillow reads the pixels here; its decoders have no common class
+    # Pillow decodes the pixels here; its decoders raise errors of many classes.
+    except Exception as error:
         raise ConfigError(f"{name} is damaged ({first_line(error)}); give another one") from error
 
 
@@ -142,7 +143,8 @@ def _opened(source: str | Path | bytes, name: str) -> "Image":
 
     try:
         with warnings.catch_warnings():
-            # Pillow's own limit is a warning or an error by size; ours is checked right after.
+            # Pillow's own limit gives a warning or an error depending on size. Ours is checked
+            # right after this.
             warnings.simplefilter("ignore")
             data = source if isinstance(source, bytes) else _read(Path(source).expanduser())
             return Image.open(io.BytesIO(data), formats=_FORMATS)

@@ -30,7 +30,7 @@ def adapter_state(model: PreTrainedModel) -> tuple[object, ...]:
     return tuple(
         (tuple(active), bool(layer.disable_adapters), bool(layer.merged))
         for layer in model.modules()
-        # Of Transformers' models it is a method.
+        # In Transformers' own models `active_adapters` is a method.
         if isinstance(active := getattr(layer, "active_adapters", None), list)
     )
 

@@ -6,14 +6,15 @@ prefill chunk and a decode step. Chunks are as long as the gap allows, judging b
 after a chunk follow as many decode steps as give streams their share of the time.
 """
 
-# How much the latest decode step counts in the usual duration: less if it was slow, as the first
-# ones after a chunk are, which find the processor's caches full of other things. So streams get
-# more than their share of the time, and keep about 60 % of their rate.
+# Weight of the latest decode step in the usual duration. A slow step counts less: the first ones
+# after a chunk are slow because the chunk has filled the CPU's caches. With these weights streams
+# get more than their share of the time, and keep about 60 % of their rate.
 _NEWEST, _NEWEST_IF_SLOW = 0.2, 0.02
 _LEAST_TOKENS = 16
-# Chunks grow and shrink by this factor at most: one measurement may be an accident.
+# The largest factor by which a chunk grows or shrinks, since a single measurement may be an
+# outlier.
 _MOST_CHANGE = 2.0
-# A chunk gets this share of the gap even where decode steps alone fill it.
+# The share of the gap that a chunk gets even if decode steps alone fill the gap.
 _LEAST_SHARE = 0.25
 
 
@@ -25,7 +26,7 @@ class Pace:
         self._max_gap_seconds = max_gap_seconds
         self._stream_share = stream_share
         self._decode_seconds = 0.0
-        self._owed_seconds = 0.0  # of decode steps, before the next chunk
+        self._owed_seconds = 0.0  # seconds of decode steps that are due before the next chunk
         self._num_tokens = 0.0
 
     @property
@@ -36,7 +37,7 @@ class Pace:
     def chunk_tokens(self, most: int) -> int:
         """Return how many prompt tokens are computed at once, at most `most`."""
         if self._num_tokens == 0:
-            self._num_tokens = most / 4  # nothing was measured yet
+            self._num_tokens = most / 4  # nothing is measured yet
         self._num_tokens = min(max(self._num_tokens, _LEAST_TOKENS), most)
         return int(self._num_tokens)
 

@@ -16,9 +16,10 @@ from tandem.generate.pace import Pace
 from tandem.generate.running import Running
 from tandem.generate.token_output import BatchCounts
 
-# Running streams wait for a prefill chunk; shorter chunks read the experts more often.
+# Running streams wait for each chunk, but shorter chunks read the experts more often.
 CHUNK_TOKENS = 256
-# While others are answered, chunks are so much shorter: they wait less, the prompt takes longer.
+# While other requests are answered, chunks are shorter by this factor. The others wait less, and
+# the prompt takes longer.
 _SHORTER_BESIDE_OTHERS = 4
 
 
@@ -66,11 +67,12 @@ class PrefillChunks:
                 break
             if any(self._prefixes.will_gain(running, part.running) for part in chunk):
                 continue
-            has_slots = len(prompts) + num_streams == 1  # nobody waits for a token
+            has_slots = len(prompts) + num_streams == 1  # no other request waits for a token
             if not self._find(running, counts, is_alone=has_slots):
                 continue
             first = running.num_done
-            # At fixed places where layers are not packed: that decides the last bits.
+            # If layers are not packed, chunks end at fixed positions, because the length of a chunk
+            # decides the last bits.
             is_free = chunk or (self._is_alike_however_cut and self._pace is not None)
             end = first + size if is_free else (first // size + 1) * size
             end = min(len(running.request.prompt), end)

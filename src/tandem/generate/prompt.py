@@ -74,7 +74,7 @@ def _through_template(
         return rendered(tokenizer, messages)
     except Exception as error:  # a template is a program that came with the model
         raise ConfigError(
-            f"the model's chat template cannot write this conversation: {first_line(error)}; mend "
+            f"the model's chat template cannot write this conversation: {first_line(error)}; fix "
             "the template (chat_template.jinja or tokenizer_config.json), or remove it to continue "
             "plain text"
         ) from error

@@ -7,7 +7,8 @@ from tandem.core.config import option, require_range
 from tandem.core.errors import ConfigError
 from tandem.foreign_types import GenerationConfig
 
-# What a generation config may ask for beyond the rule below; its values there that change nothing.
+# Options of a generation config that `SamplingRule` does not support -> the values that have no
+# effect.
 _NOT_FOLLOWED: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
     "no_repeat_ngram_size": (None, 0),
@@ -28,7 +29,7 @@ _NOT_FOLLOWED: dict[str, tuple[object, ...]] = {
     "exponential_decay_length_penalty": (None,),
 }
 
-# Of `top_p`, whose 0 means the likeliest token.
+# Lower limit of `top_p`, whose 0 means the most likely token.
 _LEAST_SHARE = 1e-6
 
 
@@ -99,9 +100,9 @@ class SamplingOptions:
         if self.repetition_penalty is not None:
             require_range("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         if self.seed is not None:
-            # The other sequences of a batch take the seeds that follow.
+            # Other sequences of a batch take the seeds after this one.
             require_range("seed", self.seed, -1, 2**62, what="a whole number")
-            if self.seed == -1:  # as llama.cpp has it
+            if self.seed == -1:  # -1 is random, as in llama.cpp
                 object.__setattr__(self, "seed", None)
         if isinstance(self.stop, str) or not all(self.stop):
             raise ConfigError(f"stop is {self.stop!r}; expected a tuple of strings, none empty")

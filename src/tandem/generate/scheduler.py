@@ -207,7 +207,7 @@ class Scheduler:
     def _begin(self, request: Request) -> list[TokenOutput]:
         """Give a request a slot; nothing is computed yet."""
         end_ids = request.options.end_ids(self._end_ids)
-        # Before a slot is changed, as a grammar may fail.
+        # First, because a grammar may fail, and no slot must have changed then.
         constraints = [*constraints_of(request, end_ids, self._tokenizer, self._follow_grammar)]
         busy = {running.slot for running in (*self._prefilling, *self._decoding)}
         free = [slot for slot in range(self.max_running) if slot not in busy]

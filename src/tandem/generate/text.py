@@ -3,7 +3,7 @@
 from tandem.foreign_types import Tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-# Four bytes are the longest character: more broken tokens than this are broken for good.
+# A character has at most four bytes. If more tokens than this are incomplete, their text is broken.
 _MAX_HELD_TOKENS = 8
 
 
@@ -15,8 +15,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skips_special = not keeps_special
         self._ids: list[int] = []
-        self._done = 0  # tokens whose text has been given out
-        self._context = 0  # start of the tokens that are decoded again, for their spacing
+        self._done = 0  # tokens whose text has been returned
+        self._context = 0  # first of the tokens that are decoded again, for the spaces between them
 
     def add(self, token_id: int) -> str:
         """Add the next token; return the text that is now certain (often one word, maybe none)."""
@@ -37,7 +37,7 @@ class TextStream:
         return text[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        # No clean-up: it would rewrite text that has already been given out.
+        # No clean-up: it would change text that has already been returned.
         text: str = self._tokenizer.decode(
             ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
         )

@@ -12,7 +12,7 @@ from tandem.foreign_types import Tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The latest tokens, in which the mark that ends the reasoning is looked for.
+# The end of the reasoning is looked for in this many of the latest tokens.
 _MARK_TOKENS = 16
 
 

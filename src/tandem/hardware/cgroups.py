@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _CGROUPS = Path("sys/fs/cgroup")
-# The files of version 2 and of version 1: limits, what is taken, and of that the page cache. Beyond
-# memory.high processes are slowed down, beyond memory.max they are killed.
+# Files of version 2 and version 1: limits, usage, and the part of the usage that is page cache.
+# Beyond memory.high processes are slowed down, beyond memory.max they are killed.
 _MEMORY_FILES = (
     (("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")),
     (
@@ -50,7 +50,7 @@ def _groups(root: Path, controller: str) -> Iterator[_Group]:
         if kinds and controller not in kinds.split(","):
             continue
         top = root / _CGROUPS / (controller if kinds else "")
-        # In a container the group's own name may be that outside of it.
+        # In a container, the group's name may be the one outside of it.
         group = top / name.lstrip("/")
         for place in {top, *(p for p in (group, *group.parents) if p.is_relative_to(top))}:
             yield _Group(place, bool(kinds))
@@ -77,7 +77,7 @@ def _share(quota: str, period: str) -> float | None:
 def _memory_left(group: _Group) -> int | None:
     limit_files, used_file, cache_fields = _MEMORY_FILES[group.is_version_1]
     limits = (read_number(group.directory / name) for name in limit_files)
-    limit = min((found for found in limits if found is not None), default=None)  # "max" is none
+    limit = min((found for found in limits if found is not None), default=None)  # "max" gives None
     used = read_number(group.directory / used_file)
     if limit is None or used is None:
         return None

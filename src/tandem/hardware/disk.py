@@ -21,10 +21,10 @@ from tandem.hardware.page_cache import how_reads_go
 from tandem.policy.cost import DiskCosts
 
 DEPTHS = (1, 4, 16)  # reads at once
-_PAGE_BYTES = 4096  # O_DIRECT reads whole ones, into memory that begins with one
-_MOST_PIECE_BYTES = 1 << 20  # larger reads are cut into pieces: more is no faster, and waits longer
+_PAGE_BYTES = 4096  # O_DIRECT reads whole pages, into memory that begins with a page
+_MOST_PIECE_BYTES = 1 << 20  # larger reads are split: they would not be faster, only wait longer
 _HUGE_PAGE_BYTES = 2 << 20
-_SECONDS = 0.4  # of each depth
+_SECONDS = 0.4  # per depth
 
 
 class _File(NamedTuple):

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 _PIECE_BYTES = 64 << 10
-_PLACES = 4  # tried until one can be dropped
-_DROPPED_BYTES = 2 << 20  # at a multiple of it: pages come and go in groups of up to so many bytes
-# All that their files have lies in the page cache.
+_PLACES = 4  # number of places to try until pages can be dropped
+# An aligned range: the page cache adds and drops groups of up to this size.
+_DROPPED_BYTES = 2 << 20
+# File systems that keep all their files in the page cache.
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 Reads = Literal["direct", "refused", "silently buffered"]
@@ -63,7 +64,7 @@ def _num_cached(descriptor: int, place: int, num_bytes: int) -> int | None:
         first = ctypes.c_char.from_buffer(pages)
         address = ctypes.c_void_p(ctypes.addressof(first))
         failed = libc.mincore(address, ctypes.c_size_t(num_bytes), states)
-        del first  # else the pages cannot be unmapped
+        del first  # otherwise the pages cannot be unmapped
     return None if failed else sum(state & 1 for state in states)
 
 

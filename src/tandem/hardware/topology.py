@@ -11,7 +11,7 @@ from pathlib import Path
 from tandem.hardware.cgroups import processor_quota, read_number, read_text
 
 ROOT = Path("/")
-# Below this share of the fastest core's capacity a core is called slow.
+# A core is slow if it has less than this share of the fastest core's capacity.
 _FAST_SHARE = 0.7
 _CPUS = Path("sys/devices/system/cpu")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path("/")
 # The file that sets WSL2's memory, as Windows names it.
 WSL_CONFIG = r"%UserProfile%\.wslconfig"
-# Left for Windows itself: an eighth of the PC's memory, at least this much.
+# Windows itself keeps an eighth of the PC's memory, and at least this much.
 _WINDOWS_GIB = 4
 _GIB = 1 << 30
 
@@ -34,7 +34,7 @@ def wsl_version(root: Path = ROOT) -> int | None:
         return None
     if release.endswith("-Microsoft"):
         return 1
-    # A kernel of one's own may have another name; the GPU's device is there in any case.
+    # A custom kernel may have another name, but it has the GPU's device.
     return 2 if "microsoft" in release.lower() or (root / "dev/dxg").exists() else None
 
 
@@ -46,14 +46,14 @@ def is_on_windows_drive(path: Path, root: Path = ROOT) -> bool:
         return False
     depth, is_of_windows = 0, False
     for line in mounts.splitlines():
-        # The kernel writes blanks, tabs, line ends and backslashes as octal numbers.
+        # The kernel writes spaces, tabs, line ends and backslashes as octal numbers.
         fields = [re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), f) for f in line.split(" ")]
         if len(fields) < 4 or not path.absolute().is_relative_to(fields[1]):
             continue
         device, point, kind, options = fields[:4]
         if len(Path(point).parts) >= depth:
             depth = len(Path(point).parts)
-            # 9p, newer virtiofs, or WSL 1's own kind
+            # 9p, the newer virtiofs, or WSL 1's own type
             is_virtual = kind in ("9p", "virtiofs") and "drvfs" in device + options
             is_of_windows = kind == "drvfs" or is_virtual
     return is_of_windows

@@ -15,7 +15,7 @@ from tandem.hf.config import parse_expert_dtype, stored_format
 from tandem.hf.experts import num_spare_experts
 from tandem.kernels.formats.weight_format import ExpertFormat
 
-# What an error advises a user to try when the experts do not fit, largest first.
+# Formats that an error suggests when the experts do not fit, largest first.
 SMALLER_FORMATS = ("bf16", "int8", "int4")
 
 

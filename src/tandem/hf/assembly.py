@@ -80,7 +80,7 @@ def _bring_dense_parts(model: PreTrainedModel, runtime: Runtime, options: Offloa
     device, fmt = runtime.device, parse_dense_dtype(options.dense_dtype)
     can_pack = is_quantised(model) and has_kernels()
     if fmt is not None and (can_pack or options.dense_dtype != "auto"):
-        formats = options.dense_formats or {}  # of a packed checkpoint
+        formats = options.dense_formats or {}  # from a packed checkpoint
         kept = [path for path, name in formats.items() if parse_dense_dtype(name) is None]
         pack_for_device(model, fmt, place_on(device, runtime.threads), kept)
     keep_embeddings_on_host(model, device)
@@ -99,7 +99,7 @@ def profile_of(model: PreTrainedModel, *, refresh: bool = False) -> HardwareProf
     `refresh`.
     """
     runtime = require_experts(model)
-    with runtime.using(runtime.executor):  # to measure binds the experts modules to others
+    with runtime.using(runtime.executor):  # measuring binds the experts modules to other experts
         return measured_profile(observe(model, runtime), refresh=refresh)
 
 
@@ -131,7 +131,7 @@ def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) ->
         parts.share,
         device.memory(),
         slot_bytes=max(layer.image_bytes for layer in observed.store),
-        # With these beside one for each expert, all can be resident.
+        # One slot for each expert and these, and all experts can be resident.
         num_experts=options.planner_settings().slots_for(num_experts),
         reserved_bytes=parts.reserved_bytes,
     )

@@ -106,7 +106,7 @@ def open_checkpoint(directory: Path, *, may_run_code: bool = False) -> Checkpoin
     _check_model_type(directory, config, may_run_code=may_run_code)
     runs_code = may_run_code and "auto_map" in config
     where = directory / CONFIG_FILE
-    if not runs_code:  # a model's own code gives names a meaning of its own
+    if not runs_code:  # a model's own code may give these names any meaning
         require_no_foreign_code(where, config)
         require_no_methods(where, config, PreTrainedConfig)
         require_possible_values(str(where), config)

@@ -30,10 +30,10 @@ from tandem.foreign_types import ImageFeatures, ModelPart, PreTrainedModel
 
 OLDEST_SUPPORTED = {"torch": (2, 9), "transformers": (5, 17)}
 NEWEST_TESTED = {"torch": (2, 13), "transformers": (5, 24)}
-# Flags of a config for which Transformers would put hooks on modules, and again on each copy.
+# Config flags that make Transformers add hooks to modules, again for each copy.
 _CAPTURED_OUTPUTS = {"output_hidden_states", "_output_attentions", "output_router_logits"}
 
-# Says that a model's reference implementations run, at the first call of each.
+# At the first call of each, it logs that a model's reference implementations run.
 _REFERENCE_LOGGER = "transformers.integrations.hub_kernels"
 
 
@@ -350,7 +350,7 @@ def image_tower(model: PreTrainedModel) -> ModelPart | None:
 def image_features(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ImageFeatures:
     """Run the vision tower on a processor's outputs; return what the model's forward takes."""
     tower = image_tower(model)
-    assert tower is not None  # else no processor has made anything of images
+    assert tower is not None  # otherwise no processor could have prepared images
     names = inspect.signature(tower.get_image_features).parameters
     with torch.inference_mode():
         own = {name: value for name, value in inputs.items() if name in names}
@@ -391,7 +391,7 @@ def given_features(
         yield {}
         return
     tower = image_tower(model)
-    assert tower is not None  # these are its features
+    assert tower is not None  # its features are the argument
     own = vars(tower)
     own["get_image_features"] = lambda *_, **__: features
     try:

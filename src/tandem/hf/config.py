@@ -22,7 +22,7 @@ from tandem.kernels.formats.weight_format import (
 )
 
 QUANT_METHOD = "tandem"
-# Of the files of a packed model: any change of where a byte goes, or of what it means, raises it.
+# Version of packed files. Any change of the layout or the meaning of bytes increases it.
 PACKED_FORMAT_VERSION = 4
 _READABLE_VERSIONS = (2, 3, 4)
 """In 2 experts lie without gaps, at any place of the file; up to 3 each number of IQ2 and IQ3 had a
@@ -40,8 +40,8 @@ _DTYPES = {
 
 _PACKED_DTYPES = {torch.bfloat16: find_format("bf16"), torch.float16: find_format("fp16")}
 
-# "auto" on the CPU, where experts are quantised too. Perplexity of the demo model with int4
-# experts: 22.00 with dense layers as loaded, 21.99 with these, 22.10 in groups of 128.
+# The format of "auto" on the CPU if experts are quantised. Perplexity of the demo model with int4
+# experts: 22.00 with dense layers as loaded, 21.99 with this format, 22.10 with groups of 128.
 DEFAULT_DENSE_FORMAT = "int8-g32"
 
 
@@ -98,7 +98,7 @@ def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
         return None
     if name not in _DTYPES:
         hint = nearest_names(name, ["auto", *_DTYPES])
-        raise ConfigError(f"{field} is {name!r}, which is no dtype of Tandem; {hint}")
+        raise ConfigError(f"{field} is {name!r}, which is not a dtype that Tandem knows; {hint}")
     return _DTYPES[name]
 
 
@@ -182,7 +182,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
             "importance",
             "context",
             "sequences",
-        ):  # of one run, not of the model
+        ):  # options of a run, not of the model
             del defaults[name]
         kept = ("quant_method", "expert_dtype")
         values = {name: vars(self).get(name, default) for name, default in defaults.items()}

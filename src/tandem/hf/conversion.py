@@ -51,7 +51,7 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
                 return value
             if (
                 isinstance(tensor, Tensor) and tensor.numel() == 0
-            ):  # `StoreExpertwise` was here before
+            ):  # `StoreExpertwise` has taken the values
                 return value
             if self.writer.needs_nothing(found[0]):
                 return placeholder(tensor)
@@ -90,7 +90,7 @@ class StoreExpertwise(StoreFused):
         assert target_patterns is not None
         columns = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
         found = self.writer.find(full_layer_name)
-        assert found is not None, f"{full_layer_name} is no parameter of an experts module"
+        assert found is not None, f"{full_layer_name} is not a parameter of an experts module"
         stub = placeholder(columns[0][0])
         try:
             if not self.writer.needs_nothing(found[0]):
@@ -122,7 +122,7 @@ class StoreStacked(StoreExpertwise):
     ) -> dict[str, Tensor]:
         """Store {source pattern: [one tensor]} as one fused tensor of the layer."""
         found = self.writer.find(full_layer_name)
-        assert found is not None, f"{full_layer_name} is no parameter of an experts module"
+        assert found is not None, f"{full_layer_name} is not a parameter of an experts module"
         columns: dict[str, list[Loaded]] = {}
         for pattern, (tensor, *_) in input_dict.items():
             whole = tensor.values() if isinstance(tensor, SourceTensor) else tensor
@@ -156,7 +156,7 @@ class StorePacked(StoreFused):
         """Adopt {packed name: [tensor]}; returns placeholders for the parameters."""
         assert target_patterns is not None
         found = self.writer.find(full_layer_name)
-        assert found is not None, f"{full_layer_name} is no parameter of an experts module"
+        assert found is not None, f"{full_layer_name} is not a parameter of an experts module"
         layer, _ = found
         names = set(target_patterns)
         for source, (tensor, *_) in input_dict.items():
@@ -165,7 +165,8 @@ class StorePacked(StoreFused):
                 layer.adopt(stored_name, tensor)
             except TandemError as error:
                 self.writer.keep_error(error)
-            if stored_name not in layer.arrivals.shapes:  # all tensors of the layer in one
+            # One tensor holds all tensors of the layer.
+            if stored_name not in layer.arrivals.shapes:
                 names |= set(layer.arrivals.shapes)
         return {name: torch.empty(0, device="cpu") for name in names}
 

@@ -32,10 +32,10 @@ from tandem.kernels.dense import CpuThreads, DenseWeight, pack_dense
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
 from tandem.kernels.grouped import cut_like, is_grouped
 
-# Layers with fewer weights than so many rows of hidden states save nothing.
+# A layer with less weights than this many rows of hidden states saves nothing by packing.
 _LEAST_ROWS = 4
-# Latent attention multiplies with them by head, as numbers: packed on a GPU they would be there
-# twice.
+# Latent attention multiplies with their values by head. If they were packed on a GPU, it would hold
+# them twice.
 _READ_BY_HEAD = ("kv_b_proj",)
 
 Place = Callable[[DenseWeight, torch.dtype, Tensor | None], nn.Module]
@@ -173,7 +173,7 @@ def untie(model: nn.Module, *kinds: type[nn.Module]) -> None:
     kept = [key for key in tied if isinstance(model.get_submodule(key.rpartition(".")[0]), kinds)]
     for key in kept:
         del tied[key]
-    if kept:  # else `tie_weights` would find them in the config again
+    if kept:  # otherwise `tie_weights` would find them in the config again
         config = cast("ModelPart", model).config
         config.tie_word_embeddings = False
         config.get_text_config().tie_word_embeddings = False

@@ -69,7 +69,7 @@ def layer_formats(
     `codes` are the formats of a quantised checkpoint, by weight.
     """
     fmt, is_auto = parse_dense_dtype(offload.dense_dtype), offload.dense_dtype == "auto"
-    # A dense model's codes are kept if it has some.
+    # A dense model keeps its codes, if it has any.
     is_quantised = has_quantised_experts(store) or any(codes.values())
     if fmt is None or (is_auto and not is_quantised):
         return {}
@@ -85,7 +85,7 @@ def dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterato
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     in_fp32 = parts_in_fp32(model)
     seen: set[int] = set()
-    seen_packed: set[int] = set()  # a head and embeddings in the same form are one
+    seen_packed: set[int] = set()  # a tied head and embeddings in the same format count once
     for path, module in model.named_modules():
         if path in packed:
             fmt, weight = packed[path], module.get_parameter("weight")

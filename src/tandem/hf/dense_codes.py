@@ -41,7 +41,7 @@ def quantised_layers(
     found: dict[str, WeightFormat | None] = {}
     for path, _, _, linear in packable_layers(model):
         parameter = f"{path}.weight"
-        # A head that is tied to the embeddings has their codes.
+        # A tied head has the codes of the embeddings.
         weights = by_parameter.get(tied.get(parameter, parameter), [])
         if weights:
             found[parameter] = _format_of(weights, linear.weight)
@@ -119,13 +119,15 @@ class DenseCodes:
         if found is not None and len(found) == 1:
             rows, cols = tensor.weight.shape
             matrix = PackedMatrix.empty(rows, cols, fmt)
-            with suppress(ModelError):  # the reference says what is wrong, or reads values
+            # If this fails, the reference code below reports why, or reads values.
+            with suppress(ModelError):
                 write_file_rows([Placing(matrix.blocks, fmt, found[0], name)])
                 return self._keep(parameter, matrix, tensor)
         codes = tensor.weight.read()
         try:
             coded = codes.coded(fmt, name)
-        except ModelError:  # a scale that fp16 has not; damaged ones have no values either
+        # A scale that fp16 cannot hold; if codes are damaged, reading their values raises too.
+        except ModelError:
             return codes.values(name).to(tensor.dtype)
         rows, cols = codes.codes.shape
         matrix = PackedMatrix.empty(rows, cols, fmt)

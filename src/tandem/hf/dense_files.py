@@ -33,7 +33,7 @@ class StoredLinear(nn.Module):
         self.format = fmt
         self.has_bias = "bias" in dict(linear.named_parameters(recurse=False))
         self.n_groups = num_groups_of(linear) if isinstance(linear, nn.Linear) else 1
-        # No child, which would be read.
+        # In a tuple, because loading would read a submodule's weights.
         self._embeddings = (linear,) if isinstance(linear, nn.Embedding) else ()
         self.dtype = linear.weight.dtype
         size = fmt.matrix_bytes(*self.shape)

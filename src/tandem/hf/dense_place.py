@@ -17,7 +17,7 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.config import OffloadConfig
 from tandem.hf.packed_layers import PackedEmbedding, is_packable_embedding
 
-# With these, Transformers would spread a model over GPUs, CPU and disk.
+# With one of these, Transformers would distribute the model over GPUs, CPU and disk.
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -38,8 +38,8 @@ def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
     (device,) = devices
     if device is None:
         raise ConfigError(
-            f"device_map names {names!r}, where dense parts cannot be; pass a single device, such "
-            "as 'cuda' or 'cpu'"
+            f"device_map names {names!r}, which cannot hold the dense parts; pass a single device, "
+            "such as 'cuda' or 'cpu'"
         )
     if device.type == "cuda":
         kind_of("cuda").require()
@@ -53,7 +53,8 @@ def free_device_bytes(device: torch.device) -> int:
 
 def move_dense_parts(model: nn.Module, device: torch.device) -> None:
     """Move all parameters and buffers to a device, each once, so that tied ones stay tied."""
-    moved: dict[int, tuple[Tensor, Tensor]] = {}  # with what was moved, whose id stays its own
+    # Keeps the originals, so that their ids stay unique.
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def there(tensor: Tensor) -> Tensor:
         if id(tensor) not in moved:

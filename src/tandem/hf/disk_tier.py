@@ -20,9 +20,9 @@ from tandem.hf.config import OffloadConfig
 from tandem.hf.kv_sizes import USUAL_CONTEXT, kv_sizes_of
 from tandem.hf.runtime import require_runtime
 
-# Of the free memory, "auto" leaves so much to other programs, prompts' activations, and keys and
-# values; a cache that the system pushes out is worse than a small one. Keys and values that want
-# more have it beside half of this, up to a share that leaves experts some.
+# "auto" leaves this much of the free memory to other programs, prompts' activations, and keys and
+# values. A cache that the system swaps out is worse than a small one. Larger keys and values get
+# their memory beside half of this, up to a share that leaves room for experts.
 _RESERVED_BYTES = 1 << 30
 _RESERVED_SHARE = 0.06
 _MOST_KV_SHARE = 0.5
@@ -60,7 +60,7 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
     except CapacityError:
         if options.expert_memory_bytes is not None:
             raise
-        return False  # mapped files are slow, but need no memory of their own
+        return False  # mapped files are slow, but take no memory of their own
     if _are_buffered_in_silence(places):
         slots.native.read_buffered()
     runtime.host_slots = slots
@@ -74,8 +74,8 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
         )
     if not slots.is_direct:
         _warn(
-            f"the file system of {where} gives no reads past the system's page cache: experts from "
-            "it take twice their memory for a moment; put the model on a local disk"
+            f"the file system of {where} cannot bypass the page cache: experts that are read take "
+            "twice their memory for a moment; put the model on a local disk"
         )
     return True
 

@@ -63,7 +63,7 @@ def bind_all(bound: Bound, executor: Executor) -> None:
 def expert_functions(experts: nn.Module) -> ExpertFunctions:
     """Return the model's own code around the projections: gating or activation, and the norm."""
     module = cast("ModelPart", experts)
-    has_post_norm = getattr(module, "has_post_expert_norm", False)  # absent in Transformers 5.17
+    has_post_norm = getattr(module, "has_post_expert_norm", False)  # Transformers 5.17 lacks it
     activate = _unbound(gating(module)) if module.has_gate else module.act_fn
     is_interleaved = module.has_gate and not module.is_concatenated
     native = find_native_activation(
@@ -87,7 +87,7 @@ class _NormInAnyMemory:
     def __init__(self, norm: nn.Module) -> None:
         """Wrap a module of the model."""
         self._norm = norm
-        self._weights: dict[torch.device, dict[str, Tensor]] = {}  # few numbers
+        self._weights: dict[torch.device, dict[str, Tensor]] = {}  # they are small
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return the norm of rows (n, hidden_size), in their memory."""

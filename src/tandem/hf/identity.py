@@ -9,7 +9,7 @@ from torch import Tensor
 from tandem.devices.cuda.embedding import HostEmbedding
 from tandem.foreign_types import ModelPart, PreTrainedModel
 
-# Keys that say where a model lies or how it was loaded, not what it is.
+# Keys about where a model is stored or how it was loaded, not about what it is.
 _CIRCUMSTANCES = ("_name_or_path", "quantization_config", "transformers_version", "dtype")
 _SAMPLED_VALUES = 4096
 

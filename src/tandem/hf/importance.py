@@ -44,7 +44,7 @@ def importance_file(given: str | None, checkpoint: AnyCheckpoint, cache_path: Pa
             f"no importance of {checkpoint.path} has been kept; collect it first: tandem "
             f"importance {checkpoint.path}"
         )
-    raise ConfigError(f"importance is {given!r}, which is no file; give one, or auto")
+    raise ConfigError(f"importance is {given!r}, which is not a file; give one, or auto")
 
 
 def with_importance_file(offload: OffloadConfig, checkpoint: AnyCheckpoint) -> OffloadConfig:

@@ -8,17 +8,19 @@ from tandem.checkpoint.config_values import value_of
 from tandem.foreign_types import PreTrainedConfig
 
 USUAL_CONTEXT = 4096  # tokens of a conversation
-# Layers of these kinds, as Transformers calls them, keep a state of one size, or nothing.
+# Transformers' names of layer types that keep a state of fixed size, or nothing.
 _WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
-_INDEXED = "compressed_sparse_attention"  # an indexer selects of its compressed keys
-_SELECTING = "minimax_m3_sparse"  # an indexer selects of all keys
+_INDEXED = "compressed_sparse_attention"  # an indexer selects among its compressed keys
+_SELECTING = "minimax_m3_sparse"  # an indexer selects among all keys
 _SLIDING = "sliding_attention"
-_GPU_INDEX_BYTES = 4  # a GPU's kernels read index keys in fp32; it alone keeps one copy of keys
-# Kept before a window, so that slots can go back: a conversation's next turn often writes the end
-# of the last one differently, and requests may begin with the same instructions. Drafted tokens and
-# a padding token on a GPU are written over a part of it. A window of 128 is 1,024 with it.
+# GPU kernels read index keys in fp32, and only the GPU keeps a single copy of the keys.
+_GPU_INDEX_BYTES = 4
+# Positions kept before a window, so that a slot can go back: the next turn of a conversation often
+# writes the end of the last one differently, and requests may begin with the same instructions.
+# Drafted tokens, and a padding token on a GPU, overwrite a part of it. With it a window of 128
+# takes 1,024 positions.
 MARGIN_TOKENS = 896
-# A slot's room grows in steps, so that it is copied rarely and never much too large.
+# A slot grows in steps of this size, so that it is copied rarely and is never much too large.
 GRANULE_TOKENS = 256
 
 
@@ -101,7 +103,7 @@ def _parts_of(
     ratios = value_of(config, "compress_rates")
     if not ratios:
         return [(kind, _kv_bytes(config, dtype, copies) + index)]
-    key = int(config.head_dim) * dtype.itemsize  # which is the value, too
+    key = int(config.head_dim) * dtype.itemsize  # the key is also the value
     if kind not in ratios:
         return [(kind, key)]
     return [(kind, -(-(key + index) // int(ratios[kind]))), (_SLIDING, key)]

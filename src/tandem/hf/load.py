@@ -103,7 +103,7 @@ def load_checkpoint(
     common: dict[str, object] = {
         "dtype": dtype,
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # the report names them, and then they are refused
+        "ignore_mismatched_sizes": True,  # mismatched tensors are reported, and then refused
     }
     with foreign_errors(f"Transformers cannot load {checkpoint.path}"), job.under_way():
         if _is_read_by_transformers(checkpoint):
@@ -144,7 +144,7 @@ def _from_pretrained(
     checkpoint: Checkpoint, job: LoadJob, num_layers: int | None, common: dict[str, object]
 ) -> tuple[PreTrainedModel, LoadReport]:
     """Let Transformers load weights in its own form; return the model and the load report."""
-    # A packed checkpoint says itself how its experts are stored.
+    # A packed checkpoint's config says how its experts are stored.
     mine: dict[str, object] = {} if checkpoint.is_packed else {"quantization_config": job.options}
     config = own_config(checkpoint)
     if num_layers is not None:
@@ -211,7 +211,7 @@ def _name_projectors(file: Path) -> None:
     if found := projectors_beside(file):
         warnings.warn(
             f"{found[0].name} beside {file.name} reads images or sound for this model, and Tandem "
-            "does not read it: the model takes text alone; for images load its safetensors",
+            "does not read it: the model takes only text; for images load its safetensors",
             TandemWarning,
             stacklevel=4,
         )
@@ -230,7 +230,7 @@ def open_foreign(
             keep_first_layers(config, num_layers)
 
     if isinstance(checkpoint, GgufCheckpoint):
-        from tandem.checkpoint.sources.gguf import open_gguf  # most loads do without
+        from tandem.checkpoint.sources.gguf import open_gguf  # most loads do not need it
 
         return open_gguf(checkpoint.path, empty_model, adapt=adapt)
     assert checkpoint.quantization is not None
@@ -248,7 +248,7 @@ def class_of(config: PreTrainedConfig) -> Any:
         return named
     code = (value_of(config, "auto_map") or {}).get("AutoModelForCausalLM")
     if code is not None and type(config).__module__.startswith("transformers_modules"):
-        # The config's class is the model's own already, so the user lets its code run.
+        # The config's class is from the model's own code, so the user has allowed that code.
         return get_class_from_dynamic_module(code, config.name_or_path)
     return text_class(config.model_type) or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
@@ -280,7 +280,7 @@ def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
     name = _name_of_count(text)
     total = value_of(text, name)
     kept = min(num_layers, total)
-    setattr(text, name, kept)  # without effect where it is the length of a list
+    setattr(text, name, kept)  # no effect if the count is the length of a list
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == total:
             setattr(text, name, value[:kept])
@@ -306,7 +306,7 @@ def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         local_files_only=not checkpoint.runs_code,
     )
     choose_no_implementation(config)
-    if not checkpoint.runs_code:  # code of its own may do anything
+    if not checkpoint.runs_code:  # a model's own code may do anything
         _require_size(checkpoint, config)
     return config
 
@@ -315,7 +315,7 @@ def _require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
     """Build a checkpoint's model on the meta device, and count its modules."""
     where, held = f"{checkpoint.directory}/config.json", checkpoint.held
     text = config.get_text_config()
-    require_top_k(where, text.to_dict())  # with what the file leaves out
+    require_top_k(where, text.to_dict())  # including keys that the file omits
     require_layers(where, value_of(text, _name_of_count(text)), held)
     with counted_build(where, checkpoint.config, held):
         _as_transformers(config)
@@ -326,7 +326,7 @@ def source_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     config = own_config(checkpoint)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
-            del part.quantization_config  # Transformers refuses two
+            del part.quantization_config  # Transformers refuses two such configs
     return config
 
 

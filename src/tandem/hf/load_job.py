@@ -41,7 +41,8 @@ class StoreWriter:
         self._sink = sink
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StoreWriter":
-        # Transformers copies each converter per key; a copied store would be filled and lost.
+        # Transformers copies each converter per key. A copy of the store would be filled and then
+        # lost.
         return self
 
     def find(self, parameter: str) -> tuple[HostLayer, str] | None:

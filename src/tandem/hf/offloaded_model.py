@@ -56,10 +56,10 @@ class OffloadedModel:
             target = target.device
         if isinstance(target, str | torch.device) and torch.device(target).type == "meta":
             raise ConfigError(
-                "the model was to be moved to the device 'meta', which keeps shapes and no values, "
-                "while its experts stay in Tandem's host store; model.close() gives all its memory "
-                "back, and AutoModelForCausalLM.from_config(config) under torch.device('meta') "
-                "makes a model of shapes alone"
+                "the model cannot be moved to the device 'meta', which keeps shapes but no values, "
+                "because its experts stay in Tandem's host store; model.close() frees all its "
+                "memory, and AutoModelForCausalLM.from_config(config) under torch.device('meta') "
+                "makes a model that has only shapes"
             )
         super().to(*args, **kwargs)  # type: ignore[misc]
         return self
@@ -105,7 +105,7 @@ def as_offloaded(model: PreTrainedModel, runtime: Runtime) -> None:
 
 @cache
 def _offloaded_class(kind: type) -> type:
-    # Transformers looks classes up by what they are called.
+    # Transformers identifies classes by module and name.
     own = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,

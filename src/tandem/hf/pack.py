@@ -25,7 +25,7 @@ from tandem.hf.runtime import require_runtime
 from tandem.text.gguf_tokenizer import save_gguf_tokenizer
 
 _LOCK_FILE = "lock"
-# Beside the weights and config.json: tokenizer, chat template, generation config.
+# Files beside the weights and config.json: tokenizer, chat template, generation config.
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _SAYS_WHAT_IS_PACKED = ("expert_dtype", "dense_dtype", "expert_formats", "dense_formats")
 _NOT_COPIED = ("config.json", "quantize_config.json", "quant_config.json")
@@ -89,7 +89,8 @@ def _pack(
     offload = from_mapping(OffloadConfig, options, where="tandem.pack")
     offload = with_importance_file(offload, source)
     sink = FileSink(partial, _identity(source, options, offload.importance), on_progress)
-    if not isinstance(source, Checkpoint):  # one that cannot be kept is found before hours of work
+    # First, so that a tokenizer that cannot be saved fails before hours of work.
+    if not isinstance(source, Checkpoint):
         save_gguf_tokenizer(source.path, partial)
     with contextlib.closing(sink):
         model = load_checkpoint(source, offload, sink=sink)

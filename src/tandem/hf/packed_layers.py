@@ -12,7 +12,7 @@ from tandem.kernels.grouped import multiply_by_group
 from tandem.kernels.opaque_calls import DENSE, ROWS, mapped, opaque
 from tandem.kernels.torch_private import tensor_without_values
 
-_SCALE = "scalar_embed_scale"  # of Gemma's embeddings
+_SCALE = "scalar_embed_scale"  # the scale of Gemma's embeddings
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class PackedLinear(PackedModule):
         self.by_head: tuple[list[DenseWeight], list[DenseWeight]] | None = None
         """What attention to latents made of it."""
         self.gives_fp32 = False
-        self.groups: list[DenseWeight] = []  # of rows that have an input of their own each
+        self.groups: list[DenseWeight] = []  # groups of rows with inputs of their own
 
     def cut(self, num_groups: int) -> None:
         """Split the rows into groups, each with its own input; see `multiply_by_group`."""

@@ -28,9 +28,10 @@ from tandem.hf.disk_tier import fill_slots, slots_over
 from tandem.hf.row_tables import tables_on_disk
 from tandem.hf.runtime import require_runtime
 
-# From this share of the free memory on, the dense parts' file gives its place to the experts.
+# If the dense parts take this share of the free memory, their pages are dropped to make room for
+# experts.
 _TIGHT_SHARE = 0.75
-# What takes less shows nothing.
+# Shorter waits show nothing.
 _PATIENCE_SECONDS = 2.0
 
 
@@ -70,7 +71,7 @@ def read_packed(
         else:
             _warn_of_mapped(checkpoint, total, available)
 
-    # On the CPU slots come first: the disk fills them while linear layers are packed.
+    # On the CPU slots come first, so that the disk fills them while linear layers are packed.
     has_slots = is_on_disk and options.device == "cpu" and _slots_beside_dense(model, options)
     with _progress(_num_bytes(dense) if is_on_disk else total) as bar:
         read_ahead(dense, bar.update)

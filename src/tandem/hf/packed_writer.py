@@ -27,7 +27,7 @@ from tandem.hf.row_tables import stored_tables
 from tandem.hf.runtime import require_runtime
 
 PROGRESS_FILE = "packing.json"
-# (bytes of experts written, all of them); called after each layer.
+# (bytes of experts written, total); called after each layer.
 OnProgress = Callable[[int, int], None]
 
 
@@ -234,7 +234,7 @@ def _packed_config(model: PreTrainedModel) -> PreTrainedConfig:
         expert_formats=formats if len(set(formats)) > 1 else None,
     )
     if hasattr(config, "transformers_weights"):
-        del config.transformers_weights  # set by the quantizer while it loads
+        del config.transformers_weights  # the quantizer has set it during loading
     return config
 
 

@@ -73,7 +73,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self, quantization_config: OffloadConfig, *, job: LoadJob | None = None, **kwargs: object
     ) -> None:
         super().__init__(quantization_config, **kwargs)
-        # `merge_quantization_configs` marks every model whose config.json names us as quantized.
+        # `merge_quantization_configs` treats every model whose config.json names Tandem as
+        # quantised.
         self.pre_quantized = quantization_config.packed_format is not None
         self._job = job or LoadJob.present(quantization_config)
         self._writer = self._job.writer
@@ -153,8 +154,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             require_room_for(
                 model, self.runtime.device, self._job.options, formats, is_stored=is_stored
             )
-        if sink is None and not self.pre_quantized:  # a packed file is mapped
-            # Plain weights on their way to a GPU are views of the files.
+        if sink is None and not self.pre_quantized:  # a packed file is only mapped
+            # Plain weights that go to a GPU are views of the files, so they take no memory here.
             is_counted = is_here or source is not None
             dense_bytes = dense_bytes_with(model, formats) if is_counted else 0
             room = room_beside(store, own, dense_bytes, model.dtype)
@@ -199,7 +200,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             return
         read = files if isinstance(files, list) else []
         left = leave_on_disk(model, self._entries(files))
-        # Transformers maps each file to be written to, which the system refuses of a large one.
+        # Transformers maps each file writable, which the system refuses for a large one.
         read[:] = [file for file in read if Path(file) not in left]
         if job.sink is None and short is not None:
             warn_of_tables(model, short)
@@ -278,7 +279,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def rewrite_conversions(self, conversions: list[object]) -> list[object]:
         """Store experts one by one if they arrive so; map packed names to Tandem's operation."""
         if self.pre_quantized:
-            # Longest first: Transformers 5.17 finds "down_proj" in "down_proj_bias" too.
+            # Longest first, because Transformers 5.17 also finds "down_proj" in "down_proj_bias".
             names = sorted(TENSOR_NAMES, key=len, reverse=True)
             whole_layer = self._packed_converter([STORED_NAME, STORED_ORDER_NAME], "down_proj")
             return [whole_layer, *(self._packed_converter([name], name) for name in names)]
@@ -316,7 +317,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         if not self.pre_quantized:
             map_ahead(mapped_tensors(model))
             require_finite_weights(model)
-        self._job.source = self._job.sink = None  # files need not stay open
+        self._job.source = self._job.sink = None  # files may be closed now
         self._targets, self._from_source = {}, set()
         place = place_on(runtime.device, runtime.threads)
         self._writer.dense.put_in(model, runtime.threads, place)
@@ -356,7 +357,7 @@ def _named(model: PreTrainedModel) -> str:
 
 def _require_no_experts(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` if a model without experts modules has other experts."""
-    # Transformers' configs count experts under many names, all of which contain this.
+    # Configs count experts under many names; all of them contain this word.
     values = vars(model.config.get_text_config()).items()
     if max((v for k, v in values if "experts" in k and isinstance(v, int)), default=0) > 1:
         why = why_no_adapter(model.config.model_type) or "Tandem has no adapter for it"

@@ -23,7 +23,7 @@ def router_layers(model: nn.Module) -> set[nn.Module]:
         block = path
         while block := block.rpartition(".")[0]:
             if sum(other.startswith(f"{block}.") for other in experts) > 1:
-                break  # several layers
+                break  # the block contains several layers
             routers = [part for part in modules[block].children() if _scores(part, module)]
             if routers:
                 inner = (layer for router in routers for layer in router.modules())

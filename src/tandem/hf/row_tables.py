@@ -26,11 +26,11 @@ from tandem.hf.packed_layers import embedding_scale, is_packable_embedding
 from tandem.kernels import _native
 from tandem.kernels.opaque_calls import DISK_ROWS, opaque
 
-# A smaller one is not worth a read for each token.
+# A smaller table is not worth a read per token.
 _LEAST_BYTES = 64 << 20
-# Rows take a page or two: so many reads at once are a disk's rate of small ones.
+# A row takes a page or two. With this many reads at once, a disk reaches its rate for small reads.
 _READERS = 16
-# Without a row for so long a request fails, as with experts.
+# A request fails after this time without a row, as with experts.
 _PATIENCE_SECONDS = 60.0
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -64,13 +64,13 @@ class TablePlace:
                 np.memmap(part.file, np.uint8, "r", offset=part.first, shape=(part.num_bytes,))
                 for part in self.parts
             ]
-        except (OSError, ValueError) as error:  # the latter of a file that is too short
+        except (OSError, ValueError) as error:  # a ValueError if the file is too short
             raise ModelError(
                 f"{self.parts[0].file} has a table of rows that cannot be read "
                 f"({first_line(error)}); put the file back, and load the model again"
             ) from error
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that it has no tensors to read alone
+            warnings.simplefilter("ignore")  # torch warns that the tensors are read-only
             tensors = list(map(torch.from_numpy, maps))
         pairs = zip(tensors, self.parts, strict=True)
         return [tensor.view(self.dtype).view(part.shape) for tensor, part in pairs]

@@ -23,7 +23,7 @@ from tandem.hf.experts import bind_all
 from tandem.hf.lookahead.look_ahead import LookAhead
 from tandem.kernels.dense import CpuThreads
 
-_ATTRIBUTE = "tandem_runtime"  # of the model
+_ATTRIBUTE = "tandem_runtime"  # attribute of the model
 _CLOSED = "the model has been closed; load it again"
 
 
@@ -148,7 +148,7 @@ class Runtime:
         self.store, self.host_slots = HostStore(), None
         self.use(_ClosedExecutor(self.store))
         self.bound.clear()
-        self.layers.clear()  # Transformers keeps the operations that it loaded with
+        self.layers.clear()  # Transformers keeps the operations that it used for loading
         self._threads = None
 
 

@@ -10,7 +10,7 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.runtime import Runtime
 from tandem.kernels.opaque_calls import is_capturing
 
-# Bounds the activations of a long prompt; experts are read, or fetched, once per so many tokens.
+# Limits the activations of a long prompt. Experts are read or fetched once per this many tokens.
 MAX_STEP_TOKENS = 2048
 
 SEQUENCES: ContextVar[Callable[[], Tensor] | None] = ContextVar("tandem_sequences", default=None)
@@ -28,9 +28,9 @@ def announce_steps(model: PreTrainedModel, runtime: Runtime) -> None:
             runtime.require_here()
         current = runtime.executor
         if not current.needs_steps:
-            return  # a compiled model stays whole
+            return  # avoids a graph break in a compiled model
         if is_capturing():
-            return  # what is captured is announced with every replay
+            return  # replaying a captured step announces it
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.dim() == 2:
             current.begin_step(ids.flatten().tolist(), is_prefill=_is_prefill(ids))

@@ -17,7 +17,7 @@ from tandem.hf.kv_sizes import USUAL_CONTEXT, kv_sizes_of
 from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels.formats.weight_format import WeightFormat
 
-# What a sentence advises to try where a model does not fit, largest first.
+# Formats that an error suggests when a model does not fit, largest first.
 SMALLER_FORMATS = ("int8", "int4")
 
 

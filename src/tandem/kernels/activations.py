@@ -11,15 +11,16 @@ from torch import Tensor
 
 from tandem.kernels.native import ActivationKind, NativeActivation
 
-# Beyond every limit that is used to clamp (7 and 10 in today's models), so that clamping shows.
+# Larger than all limits of clamped activations (7 and 10 in today's models), so that clamping
+# shows.
 _PROBE_SCALE = 12.0
 _PROBE_COLS = 64
 _TOLERANCE = 1e-4
 
-# Names under which today's models keep the parameters of a clamped SwiGLU.
+# Today's names for the parameters of a clamped SwiGLU.
 _ALPHAS = ("alpha", "swiglu_alpha")
 _LIMITS = ("limit", "swiglu_limit")
-# And those of an activation's parts that bound its gate and value softly.
+# Today's names for the soft limits of an activation's gate and value.
 _SOFTCAPS = ("gate_softcap", "up_softcap")
 
 
@@ -43,7 +44,7 @@ def find_native_activation(
     try:
         with torch.no_grad():
             expected = activate(given)
-    except RuntimeError:  # it needs another device, dtype or shape: not ours
+    except RuntimeError:  # it needs another device, dtype or shape, so it is none of these
         return None
     for candidate in _candidates(is_gated, parameters):
         found = apply_activation(candidate, rows)

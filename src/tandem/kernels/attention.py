@@ -16,13 +16,13 @@ from tandem.core.registry import nearest_names
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 
-# What keys and values are kept in; the numbers are those of KvType in C++. int8 has a scale per
-# position and head.
+# Types of keys and values. The numbers are those of KvType in C++. int8 has one scale per position
+# and head.
 KV_DTYPES = {"fp32": 0, "bf16": 1, "int8": 2}
 _OF_VALUES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 BLOCK_TOKENS = 16
-CHUNK_TOKENS = 64  # capacities are whole ones: kernels read chunk by chunk
+CHUNK_TOKENS = 64  # kernels read whole chunks, so capacities are multiples
 
 
 def require_kv_dtype(name: str) -> str:
@@ -132,7 +132,7 @@ class CachedAttention:
         self._prompt_lengths = prompt_lengths if form.keeps_prompt else None
         if self._prompt_lengths is not None:
             self.native.set_always_seen(self._prompt_lengths)
-        # The farthest distance first, so that a chunk's positions read them side by side.
+        # Farthest distance first, so that the biases of a chunk's positions are contiguous.
         self._profiles = None if profiles is None else _with_margins(profiles.float().flip(1))
         if self._profiles is not None:
             self.native.set_bias(self._profiles)
@@ -289,7 +289,7 @@ class CompressedKeys:
         keys = self.memory[:, : num_tokens // self.ratio]
         if self._kv_dtype == "int8":
             keys.random_(256)
-            keys[..., -4:] = torch.tensor([0.001], device="cpu").view(torch.uint8)  # their scale
+            keys[..., -4:] = torch.tensor([0.001], device="cpu").view(torch.uint8)  # the scale
         else:
             dtype = next(dtype for dtype, name in _OF_VALUES.items() if name == self._kv_dtype)
             keys.view(dtype).normal_(std=0.1)

@@ -185,5 +185,5 @@ def row_stride(x: Tensor) -> int | None:
         return None
     try:
         return x.view(-1, x.shape[-1]).stride(0)
-    except RuntimeError:  # no such view
+    except RuntimeError:  # such a view is impossible
         return None

@@ -14,7 +14,7 @@ from tandem.kernels.recurrent import Compression
 def ring_shape(operation: Compression) -> tuple[int, ...]:
     """Return the shape of a slot's ring: tokens, values and gates, their width."""
     num_tokens, *rest = operation.state_shape
-    return num_tokens + 1, *rest  # a padding token stands behind the drafted ones
+    return num_tokens + 1, *rest  # a padding token follows the drafted ones
 
 
 def compress_prompt(
@@ -71,7 +71,7 @@ def _with_bias(operation: Compression, positions: Tensor, values: Tensor, gates:
 def _keys(operation: Compression, tokens: Tensor, are_there: Tensor) -> Tensor:
     """Return the keys (n, dim) of (n, tokens of a key, 2, width); tokens may be missing."""
     bias, num_series = operation
-    if num_series > 1:  # of the window before the first series, of the own one the second
+    if num_series > 1:  # the first series belongs to the previous window, the second to its own
         before, own = tokens.split(len(bias), 1)
         dim = tokens.shape[3] // num_series
         tokens = torch.cat([before[..., :dim], own[..., dim:]], 1)

@@ -21,7 +21,7 @@ from tandem.kernels.recurrent import (
     StateOperation,
 )
 
-_LEAST_SQUARE = 1e-6  # beside the sum that a query's or key's length is the root of
+_LEAST_SQUARE = 1e-6  # added to the square sum before the root of a query's or key's length
 
 
 class Run(NamedTuple):
@@ -100,7 +100,7 @@ def logged_values(operation: StateOperation) -> int:
     if isinstance(operation, Convolution):
         return len(operation.weight)
     if isinstance(operation, Compression):
-        return 0  # its tokens lie by their positions
+        return 0  # tokens are stored by position
     return sum(logged_sizes(operation.form))
 
 
@@ -204,7 +204,8 @@ class _Runs:
 
     def keep(self, memory: StateMemory, states: Tensor, drafted: Tensor) -> None:
         """Store the states and logs of all runs that are not idle."""
-        memory.states[self._slot] = states[self._kept_from]  # idle ones write what the first does
+        # Idle runs repeat what the first run writes.
+        memory.states[self._slot] = states[self._kept_from]
         if self._has_log:
             memory.log[self._slot, 1 - self._half] = drafted[self._kept_from]
 

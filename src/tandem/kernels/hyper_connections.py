@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 
-MOST_STREAMS = 16  # C++ has it too
+MOST_STREAMS = 16  # the same as in C++
 
 
 class HyperConnection(NamedTuple):

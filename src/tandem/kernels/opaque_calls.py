@@ -97,7 +97,8 @@ def mapped(function: Callable[[object], object], arguments: T) -> T:
     """
     given: object = arguments
     found: object
-    # Exact types, as a named tuple may stand for an argument. Most are in no further list.
+    # Compare exact types, because a named tuple may be a single argument. Most arguments contain no
+    # further list.
     if type(given) is tuple:
         found = tuple([mapped(function, x) if type(x) in _LISTS else function(x) for x in given])
     elif type(given) is list:
@@ -115,7 +116,8 @@ def opaque(kind: str, function: Callable[..., T], *args: object) -> T:
     Its tensors must be among `args`, not in a closure, and it must do the same each time. It
     returns a tensor, a tuple of tensors, or None.
     """
-    if torch.compiler.is_compiling():  # native calls take addresses, which a graph has not
+    # Native calls take addresses, which a compiled graph does not have.
+    if torch.compiler.is_compiling():
         result: T = _uncompiled(function, *args)
         return result
     recorder = ACTIVE.get()

@@ -14,10 +14,10 @@ from torch import Tensor
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 
-_BLOCK = 16  # values of a head whose states lie side by side
-MOST_WIDTH = 16  # of a convolution
-DECAY_KINDS = {"head": 0, "key": 1, "pair": 2}  # the numbers are those of DecayKind in C++
-MOST_DRAFTED = 7  # tokens of a slot that a call may have beside a certain one; C++ has it too
+_BLOCK = 16  # values of a head whose states are adjacent
+MOST_WIDTH = 16  # taps of a convolution
+DECAY_KINDS = {"head": 0, "key": 1, "pair": 2}  # the numbers of DecayKind in C++
+MOST_DRAFTED = 7  # drafted tokens of a slot in one call, after a certain one; the same as in C++
 _MOST_KEY_DIM = 512
 _Native = _native.ShortConvolution | _native.Recurrence
 

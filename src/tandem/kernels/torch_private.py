@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-# What sees each operation below a model's Python code: public in all but the name of its module
-# (2.11 to today), and what torch's own documentation tells of.
+# Intercepts each operation below a model's Python code. Only its module is private (2.11 to today);
+# torch's own documentation describes it.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 TensorKind = TypeVar("TensorKind", bound=Tensor)
@@ -31,7 +31,8 @@ def copy_module(
     """
     copy: nn.Module = object.__new__(type(module))
     vars(copy).update(vars(module))
-    for name in ("forward", "_compiled_call_impl"):  # bound to the module, which they would run
+    # They are bound to the original, and would run it.
+    for name in ("forward", "_compiled_call_impl"):
         vars(copy).pop(name, None)
     copy._modules = {
         name: None if child is None else children[child] for name, child in module._modules.items()

@@ -63,7 +63,7 @@ class SlotCache(ABC):
         """The states of the layer that the model asked for last."""
         self._awaited: int | None = None
         self._compressed: NewCompressed | None = None
-        self._segments: list[Segment] = []  # that are announced
+        self._segments: list[Segment] = []  # the announced segments
 
     def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
         """Record the tokens of the next forward; clears what the last one had computed."""
@@ -73,7 +73,7 @@ class SlotCache(ABC):
     def commit(self) -> None:
         """Count the announced tokens as held, after the forward."""
         if self._awaited is not None:
-            raise NotInSlotsError("keys were given, but attention was not asked for")
+            raise NotInSlotsError("keys were given, but attention was not requested")
         for segment in self._segments:
             self.lengths[segment.slot] = segment.first_position + segment.num_tokens
             self.prompt_lengths[segment.slot] = self._prompt_length(segment)
@@ -129,7 +129,7 @@ class SlotCache(ABC):
     def expect(self, layer: int) -> None:
         """Record that a layer has new keys and values; its attention comes next."""
         if self._awaited is not None:
-            raise NotInSlotsError("keys were given twice before attention was asked for")
+            raise NotInSlotsError("keys were given twice before attention was requested")
         self._awaited = layer
 
     def expect_sharing(self, module: object) -> None:
@@ -231,12 +231,12 @@ class SlotCache(ABC):
         """Return the layer whose attention is called next."""
         layer, self._awaited = self._awaited, None
         if layer is None:
-            raise NotInSlotsError("attention was asked for without new keys")
+            raise NotInSlotsError("attention was requested without new keys")
         return layer
 
 
-# Attention functions are registered by name and called by the model's code with the module alone:
-# the step that is under way reaches them here.
+# A model's code calls attention functions, which are registered by name, with only the module. They
+# find the step under way here.
 _CURRENT: ContextVar[SlotCache | None] = ContextVar("tandem_kv_cache", default=None)
 
 

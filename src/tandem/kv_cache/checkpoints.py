@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Before a prompt part's end: what a chat template adds for the answer is not there in the next
-# turn, and a message is edited more often than what is before it.
+# Distances from the end of a prompt part. The next turn does not contain what a chat template adds
+# for the answer, and users edit the last message more often than earlier ones.
 _BEFORE_END = (8, 128)
-_APART = 512  # tokens; a copy of Qwen3.6's states takes 20 ms, 512 tokens of a prompt seconds
+# Tokens; copying Qwen3.6's states takes 20 ms, computing 512 tokens of a prompt takes seconds.
+_APART = 512
 _LEAST_APART = 64
 
 

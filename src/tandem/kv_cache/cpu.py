@@ -28,8 +28,8 @@ from tandem.kv_cache.states import StateKey
 from tandem.kv_cache.windows import Rings, pieces_of_step
 
 _INVENTED_AT_ONCE = 1024  # tokens
-# Slots grow by this part of what they hold: copying it is a small part of the steps that read it in
-# between, and little memory lies idle.
+# Slots grow by 1 / _GROWTH of their size. Copying them then costs little compared with the steps in
+# between, and little memory is unused.
 _GROWTH = 32
 
 
@@ -292,7 +292,7 @@ class KvCache(SlotCache):
             return
         before = self._capacity
         self._capacity = whole_granules(max(needed, self._capacity * (_GROWTH + 1) // _GROWTH))
-        # Rings do not grow once they have their size.
+        # A ring of full size no longer grows.
         layers = [layer for layer in self._layers.values() if _room(layer.form, before) == before]
         try:
             self._require_memory(layers)
@@ -329,7 +329,7 @@ class KvCache(SlotCache):
     def _require_bytes(self, needed: int, held: int = 0) -> None:
         """Raise `CapacityError` unless `needed` bytes fit, of which `held` exist already."""
         if needed - held > host_memory.available_bytes():
-            self._expanded.clear()  # it can be made again
+            self._expanded.clear()  # it can be computed again
         if needed - held > host_memory.available_bytes():
             raise self._no_room(needed, held)
 
@@ -344,7 +344,7 @@ class KvCache(SlotCache):
     def _grow(self, layer: CachedAttention, capacity: int, used: int) -> None:
         try:
             layer.reserve(len(self.lengths), capacity, used)
-        except RuntimeError as error:  # torch's own words for "no memory" name a C++ file
+        except RuntimeError as error:  # torch's own message for this names a C++ file
             size = layer.bytes_of(capacity) * len(self.lengths) * self.num_layers
             raise self._no_room(size) from error
 

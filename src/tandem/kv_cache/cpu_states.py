@@ -17,8 +17,9 @@ class CpuStates(KeptStates[LayerState]):
     def __init__(self, num_slots: int) -> None:
         """Hold states for `num_slots` slots; layers are added when the model uses them."""
         super().__init__(num_slots)
-        self._lost: set[int] = set()  # slots whose tokens were put in, and their states not yet
-        self._kept: list[Any] = []  # what each layer's `kept` shares with numpy
+        # Slots that have tokens from outside, but not yet their states.
+        self._lost: set[int] = set()
+        self._kept: list[Any] = []  # each layer's `kept` as a numpy array
 
     def _of(self, layer: LayerState) -> tuple[Tensor, ...]:
         return layer.states, layer.kept, layer.log

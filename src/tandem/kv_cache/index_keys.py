@@ -17,8 +17,7 @@ from tandem.kernels import _native
 from tandem.kernels.attention import Segment
 from tandem.kernels.dense import VALUE_DTYPES
 
-# fp32 values that are computed at a time: a prompt's scores have a value for each head, token and
-# position.
+# fp32 values computed at a time. A prompt's scores have one value per head, token and position.
 _MOST_SCORES = 1 << 24
 
 
@@ -82,7 +81,7 @@ class Selection(NamedTuple):
         return self.block if self.are_keys else 1
 
 
-# Makes the keys (n_blocks, dim) of whole blocks from those of their tokens, (n_blocks, block, any).
+# Computes the keys (n_blocks, dim) of whole blocks from their tokens' keys (n_blocks, block, any).
 Pool = Callable[[Tensor], Tensor]
 
 
@@ -204,7 +203,7 @@ class IndexStore(KeptIndexKeys):
             return tokens
         block = new.selection.block
         for slot, first, count in segments:
-            begin, end = first // block, (first + count) // block  # that are whole now
+            begin, end = first // block, (first + count) // block  # blocks that are complete now
             if begin == end and (new.layer, block) in self._layers:
                 continue
             whole = tokens[slot, begin * block : end * block].unflatten(0, (end - begin, block))
@@ -233,7 +232,7 @@ class IndexStore(KeptIndexKeys):
         selected = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         first = 0
         for slot, position, count in segments:
-            some = max(0, most - position)  # see all
+            some = max(0, most - position)  # these tokens see all positions
             keys = kept[slot, : (position + count) // selection.scored_block].float()
             parts = range(first + some, first + count)
             for part in _cut(parts, _MOST_SCORES // max(1, len(keys) * query.shape[1])):

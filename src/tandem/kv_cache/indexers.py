@@ -20,8 +20,8 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.kv_cache.chunks import CHUNKED, SeesOwnChunk
 from tandem.kv_cache.index_keys import Selection
 
-# Selects for a layer: new index keys (b, n_tokens, dim), queries (b, n_tokens, heads, dim), weights
-# (b, n_tokens, heads) -> (b, n_tokens, most) int32.
+# Selects positions for a layer: new index keys (b, n_tokens, dim), queries (b, n_tokens, heads,
+# dim), weights (b, n_tokens, heads) -> (b, n_tokens, most) int32.
 Select = Callable[[Selection, Tensor, Tensor, Tensor], Tensor]
 
 

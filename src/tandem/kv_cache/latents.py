@@ -19,13 +19,13 @@ from tandem.kernels.attention import BLOCK_TOKENS, AttentionForm, CachedAttentio
 from tandem.kernels.dense import CpuThreads
 from tandem.kv_cache.attention_call import AttentionCall
 
-# Latents that are expanded at once, before the kernels' own layout takes them; whole blocks.
+# Latents expanded at a time, in whole blocks, before they are copied to the kernels' layout.
 _AT_ONCE = 1024
-# Of the free memory, what expanded keys and values may take.
+# Share of the free memory for expanded keys and values.
 _SHARE = 0.25
 _KEPT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 _DWORD_BYTES = 4
-_INT8_OFFSET = 128  # of keys
+_INT8_OFFSET = 128  # added to int8 keys
 
 
 def most_expanded_bytes(available_bytes: int) -> int:
@@ -59,10 +59,11 @@ class ExpandedKeys:
     """
 
     def __init__(self) -> None:
-        # By slot, least recently used first, and layer.
+        # slot (least recently used first) -> layer -> rows.
         self._rows: OrderedDict[int, dict[CachedAttention, _Rows]] = OrderedDict()
-        self._written: dict[int, int] = {}  # the first position that changed since rows were filled
-        self._shared: CachedAttention | None = None  # of layers whose rows have no room
+        # Slot -> first position that changed since rows were filled.
+        self._written: dict[int, int] = {}
+        self._shared: CachedAttention | None = None  # shared by layers whose rows have no room
 
     @property
     def num_bytes(self) -> int:
@@ -139,7 +140,7 @@ class ExpandedKeys:
         layer, filled = layers.get(kept) or (CachedAttention(by.form, by.dtype), 0)
         capacity = layer.keys.shape[2] * BLOCK_TOKENS
         if by.form.window:
-            filled = 0  # they begin somewhere else
+            filled = 0  # their positions begin elsewhere
         if length <= capacity:
             return layer, filled
         capacity = max(length, min(capacity * 3 // 2, length + _AT_ONCE))
@@ -187,7 +188,7 @@ def kept_keys(layer: CachedAttention, slot: int, first: int, count: int) -> Tens
     width = -(-dim // 4) * 4
     num_dwords = width * dtype.itemsize // _DWORD_BYTES
     blocks = torch.arange(first // BLOCK_TOKENS, -(-(first + count) // BLOCK_TOKENS), device="cpu")
-    blocks %= layer.keys.shape[2]  # in a ring, if it has a window
+    blocks %= layer.keys.shape[2]  # a ring if the layer has a window
     dwords = layer.keys[slot, 0, blocks].view(torch.int32)  # (blocks, dwords and scales)
     # A block's dwords are (dword of the key, position): see csrc/kv_layout.hpp.
     codes = dwords[:, : num_dwords * BLOCK_TOKENS].unflatten(1, (num_dwords, BLOCK_TOKENS))

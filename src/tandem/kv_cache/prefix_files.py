@@ -28,13 +28,13 @@ from tandem.core.errors import ConfigError
 _log = logging.getLogger("tandem.kv_cache")
 
 SEGMENT_TOKENS = 256
-# States are kept at the end of each of so many segments: they may be larger than the segments.
+# States are stored every so many segments, because they may be larger than segments.
 SEGMENTS_BETWEEN_STATES = 2
 _MAGIC = b"TANDEMKV"
-_HEADER = struct.Struct("<8sQI")  # magic, bytes of what follows, its CRC-32
+_HEADER = struct.Struct("<8sQI")  # magic, number of bytes that follow, their CRC-32
 _SUFFIX = ".kv"
 _FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
-# Segments that wait to be written, in memory.
+# Segments in memory that wait for being written.
 _MOST_HELD = 4
 
 
@@ -219,7 +219,7 @@ def _make_private(directory: Path) -> None:
 def _open_private(path: str, flags: int) -> int:
     """Open a new file that only its user can read."""
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # of an earlier process with this number
+        os.unlink(path)  # left by an earlier process with the same number
     descriptor = os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, _FILE_MODE)
     os.fchmod(descriptor, _FILE_MODE)
     return descriptor

@@ -32,7 +32,7 @@ from tandem.kv_cache.index_keys import NewIndexKeys, Pool, Selection
 from tandem.kv_cache.indexers import IndexScores
 from tandem.kv_cache.states import StateHandle
 
-# Transformers' layers by what they keep.
+# Transformers' cache layers by what they store.
 _FULL_AND_STATES = cache_layer_kinds("LinearAttentionAndFullAttentionLayer")
 _SLIDING_AND_STATES = cache_layer_kinds("LinearAttentionAndSlidingWindowAttentionLayer")
 _SLIDING = (DynamicSlidingWindowLayer, *_SLIDING_AND_STATES)

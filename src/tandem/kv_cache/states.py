@@ -16,8 +16,8 @@ from tandem.kernels.attention import Segment
 from tandem.kernels.recurrent import StateOperation
 from tandem.kv_cache.checkpoints import KeptCheckpoints, cut_lengths
 
-_MOST_BYTES = 1 << 30  # of the checkpoints of all slots
-_MOST_SHARE = 1 / 8  # of the memory that is free
+_MOST_BYTES = 1 << 30  # limit for the checkpoints of all slots
+_MOST_SHARE = 1 / 8  # share of the free memory
 
 
 class StateKey(NamedTuple):
@@ -80,8 +80,8 @@ class KeptStates(ABC, Generic[_Layer]):
         self._layers: dict[StateKey, _Layer] = {}
         self._checkpoints = KeptCheckpoints(num_slots)
         self._cuts: list[Cut] = []
-        self._drafted = [0] * num_slots  # tokens of a slot's last step that may be taken back
-        self._announced: list[Segment] = []  # of the decode step that is under way
+        self._drafted = [0] * num_slots  # tokens of a slot's last step that may still be taken back
+        self._announced: list[Segment] = []  # segments of the decode step under way
         self._every = 0
         self._budget = most_checkpoint_bytes(host_memory.available_bytes())
 
@@ -109,7 +109,7 @@ class KeptStates(ABC, Generic[_Layer]):
         self._cuts, self._announced = [], []
         first = 0
         for segment in segments:
-            self._drafted[segment.slot] = 0  # what was kept of them is done before these tokens
+            self._drafted[segment.slot] = 0  # the new tokens replace what was kept for drafted ones
             begin, slot = segment.first_position, segment.slot
             newest = self._checkpoints.newest(slot)
             end = begin + segment.num_tokens

@@ -16,7 +16,7 @@ class Rings:
     def __init__(self, num_slots: int) -> None:
         """Start with empty slots; layers are added when the model uses them."""
         self._windows: set[int] = set()
-        self._ends = [0] * num_slots  # before which positions were written since a slot began
+        self._ends = [0] * num_slots  # slot -> end of the positions written since it began
 
     def add(self, window: int) -> None:
         """Record that a layer has this window, a token's own position included."""
@@ -36,7 +36,7 @@ class Rings:
 
     def first(self, slot: int, window: int) -> int:
         """Return the first position that a slot still has in layers with a window."""
-        # A block is cleared when its first position is written.
+        # Writing a block's first position clears the block.
         end = -(-self._ends[slot] // BLOCK_TOKENS) * BLOCK_TOKENS
         return max(0, end - ring_size(window))
 

@@ -48,13 +48,13 @@ from tandem.kernels.native import TOKEN_DTYPES
 from tandem.policy.cost import HardwareProfile, HostCosts
 from tandem.policy.plan import Geometry
 
-# Tokens of KV cache for which memory is kept before the rest goes to experts; longer texts take
-# theirs from the expert cache when they come to it.
+# Tokens of KV cache whose memory is reserved before experts get the rest. Longer texts take memory
+# from the expert cache when they need it.
 KV_TOKENS = 4096
 _KV_SAMPLE_TOKENS = 64
-# Raise it when what is measured of a GPU changes: older profiles are then measured again.
+# Increase it when the measurement of a GPU changes: older profiles are then measured again.
 _MEASUREMENT = 6
-# Kernels that are on disk already are there sooner.
+# Shorter compilations show nothing: the kernels were on disk.
 _SHOWN_AFTER_SECONDS = 1.0
 
 
@@ -86,7 +86,7 @@ def device_parts(
         is_watched=clock.is_watched,
     )
     kernels = observed.cpu_kernels(clock.add_cpu)
-    if gpu is not None:  # a twin runs steps in torch
+    if gpu is not None:  # a CPU twin runs steps in torch
         observed.bind(NoExperts(observed.store))
         _compile_steps(model, streams)
     try:
@@ -99,7 +99,7 @@ def device_parts(
         else:
             profile = _profile(observed, device, kernels)
         share, reserved = _share(observed, streams)
-        machine = observed.machine(profile)  # raises for a profile without a shape like this
+        machine = observed.machine(profile)  # raises if the profile has no matching shape
     except BaseException:
         device.close()
         raise
@@ -192,12 +192,13 @@ class NoExpertsOnGpu(CpuExecutor):
 
 def _compile_steps(model: PreTrainedModel, streams: CudaStreams) -> None:
     """Compile what decode steps launch beside their experts, so that the first one does not."""
-    # Stepping needs all of Transformers, which is not there yet when this module is imported.
+    # Imported here because stepping needs all of Transformers, which is not loaded yet when this
+    # module is imported.
     from tandem.decode.cuda.compiling import step_compilations
 
     linear = linear_compilations(model, streams.device)
     _run_all([*linear, *step_compilations(model)], "Compiling decode steps", streams)
-    gc.collect()  # slots know their steps, and their memory is counted next
+    gc.collect()  # slots reference their steps; their memory is counted next
 
 
 def _run_all(works: Sequence[Callable[[], None]], label: str, streams: CudaStreams) -> None:
@@ -215,7 +216,7 @@ def require_on_one_gpu(model: PreTrainedModel) -> int:
             f"device is cuda, but the model's dense parts are on {model.device}; load it with "
             "device_map='cuda'"
         )
-    # One stream keeps the order; the experts' placeholders stay on the CPU.
+    # A single stream keeps operations in order. The experts' placeholders stay on the CPU.
     gpus = sorted({str(p.device) for p in model.parameters() if p.device.type == "cuda"})
     if len(gpus) > 1:
         raise ConfigError(
@@ -234,7 +235,7 @@ def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, 
     tokens = cpu_executor.MAX_TOKENS_AT_ONCE
 
     def read_prompt() -> None:
-        forward_tokens(model, tokens, num_logits=1)  # as prompts are read
+        forward_tokens(model, tokens, num_logits=1)  # in the same way as prompts
 
     workspace = streams.peak_bytes(read_prompt)
     workspace += workspace_bytes(store, observed.call, tokens)
@@ -276,7 +277,7 @@ def kv_bytes(model: PreTrainedModel, num_tokens: int) -> int:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
         outputs = model(input_ids=ids % vocabulary, use_cache=True)
-    cache = outputs.get(cache_argument(model))  # None: it writes no text
+    cache = outputs.get(cache_argument(model))  # None for a model that generates no text
     layers = () if cache is None else vars(cache).get("layers", ())
     tensors = [vars(layer).get(name) for layer in layers for name in ("keys", "values")]
     num_bytes = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
@@ -296,10 +297,11 @@ def _profile(
     if known is not None:
         return known
     graph: Callable[[float], HostCosts] | None = None
-    # Dense parts are timed on the GPU, so the CPU's part is kept apart from that of other devices.
+    # The base profile's dense parts are timed on this GPU, so its CPU part is not shared with other
+    # devices.
     base = measured_profile(observed, cache_dir=directory)
-    if model.device.type == "cuda":  # a twin has no captures of its own
-        # Stepping needs all of Transformers, which is not there yet when this module is imported.
+    if model.device.type == "cuda":  # a CPU twin has no captures
+        # See above: stepping needs all of Transformers.
         from tandem.decode.cuda.dense_cost import with_captured_steps
         from tandem.decode.cuda.slots import make_cuda_capture
 

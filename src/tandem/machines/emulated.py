@@ -18,7 +18,8 @@ from tandem.sim.timeline import Timeline
 def device_parts(observed: ObservedModel) -> DeviceParts:
     """Return the device, with costs from the profile that the options name, or measured here."""
     machine, kernels = observed.machine(emulated_profile(observed)), observed.cpu_kernels()
-    # By its module: what a test says of memory must not outlive it here, as this comes late.
+    # Called through its module because this module is imported late: a test's patch of it must not
+    # stay here.
     device = EmulatedDevice(host_memory.available_bytes(), kernels)
     clock = Timeline(machine.profile, machine.shape)
     share = parse_gpu_memory(observed.options.gpu_memory)

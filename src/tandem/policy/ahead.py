@@ -27,10 +27,10 @@ class Coming(NamedTuple):
     """A coming layer, and the state of the link until then."""
 
     layer: int
-    begin: float  # when the link is free for its copies
-    needed_at: float  # when it is planned, or published
-    in_graph: bool  # into clear slots alone, and in time alone
-    in_use: frozenset[int]  # keys that the present layer uses
+    begin: float  # when the link is free for the layer's copies
+    needed_at: float  # when the layer is planned, or published in a graph
+    in_graph: bool  # only into clear slots, and only if in time
+    in_use: frozenset[int]  # keys in use by the current layer
 
 
 class Ahead:
@@ -66,13 +66,13 @@ class Ahead:
         first = coming.layer * experts
         terms = self._terms(first, room, idle)
         keys = [first + expert for expert in prefetch.choose(forecast, terms)]
-        if coming.in_graph:  # one may have been fetched for one use, late
+        if coming.in_graph:  # skip those fetched late for one use
             yield from ((key, NOWHERE) for key in keys if key not in link.pending)
             return
         for key, victim in self._admission.pairs(set_id, keys, coming.in_use, asks=False):
             if victim != NOWHERE:
                 if victim // experts != coming.layer:
-                    continue  # the forecast is about another layer
+                    continue  # the forecast says nothing about other layers
                 if not prefetch.replaces(forecast, terms, key - first, victim - first):
                     continue
             if is_staged or chances.note_chance():
@@ -93,7 +93,7 @@ class Ahead:
         by_tokens = sorted(zip(load.experts, load.tokens, strict=True), key=lambda each: -each[1])
         for expert, tokens in by_tokens:
             key = self._residency.geometry.key(load.layer, expert)
-            if slot_of[key] != NOWHERE or key in pending:  # it may be fetched for one use, late
+            if slot_of[key] != NOWHERE or key in pending:  # e.g. fetched late for one use
                 continue
             if cpu[tokens] <= self.price:
                 break

@@ -34,7 +34,7 @@ class CopiesAhead:
         self._decider, self.copy_price_seconds = decider, copy_price_seconds
         self.is_staged, self.most = prefetch.is_staged, prefetch.count
         self.chances = Recurrence()
-        self._known: dict[int, LayerLoad] = {}  # by layer, in their order
+        self._known: dict[int, LayerLoad] = {}  # layer -> load, in the layers' order
 
     def begin_step(self, known: Sequence[LayerLoad]) -> None:
         """Take the known loads, in the layers' order."""

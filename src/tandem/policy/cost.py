@@ -17,9 +17,9 @@ from tandem.core.registry import nearest_names
 T = TypeVar("T")
 
 PROFILE_FORMAT = 1
-# In place of a path's name: times as if the host's own work took none.
+# In place of a path: times without the host's own work.
 NO_HOST = "none"
-# Experts that are fetched for one use are computed so many in one launch, where slots allow.
+# Experts fetched for one use that one launch computes, if there are enough slots.
 FETCHES_A_LAUNCH = 16
 SEGMENTS, GRAPH = "segments", "graph"  # paths
 
@@ -37,9 +37,9 @@ class ShapeCosts:
     cpu_seconds: tuple[float, ...]  # one expert, this many tokens
     gpu_seconds: tuple[float, ...]
     dense_seconds: tuple[float, ...]  # rest of one layer, on the GPU: attention, router, shared
-    cpu_first_expert_seconds: float  # on top, once per layer in which the CPU has any expert
+    cpu_first_expert_seconds: float  # added once per layer in which the CPU computes any expert
     link_seconds_per_expert: float
-    # Of the host, in steps that are one graph; see `HostCosts`.
+    # The host's, in steps that are one graph; see `HostCosts`.
     second_launch_seconds: float = 0.0
     copy_wake_seconds: float = 0.0
     asking_seconds: float = 0.0
@@ -108,7 +108,7 @@ class HostCosts:
             _require(name, value, "a time of at least 0", _is_time)
 
 
-_PAGE_BYTES = 4096  # experts lie at multiples of it
+_PAGE_BYTES = 4096  # experts begin at multiples of it
 
 
 def whole_pages(num_bytes: int) -> int:
@@ -122,9 +122,9 @@ class DiskCosts:
 
     reads: str
     """"direct": past the system's cache; "buffered": the file system refuses that."""
-    piece_bytes: int  # of one read
+    piece_bytes: int  # per read
     depths: tuple[int, ...]  # reads at once
-    bytes_per_second: tuple[float, ...]  # of all of them, by depth
+    bytes_per_second: tuple[float, ...]  # of all reads together, by depth
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
@@ -167,8 +167,8 @@ class HardwareProfile:
     cpu_slowdown_while_copying: float  # factor on CPU time while the link is busy, at least 1
     link_slowdown_while_computing: float  # factor on copies while the CPU computes, at least 1
     shapes: tuple[ShapeCosts, ...]  # without the host's own work
-    host: tuple[HostCosts, ...] = ()  # by path, the usual one first
-    disk: DiskCosts | None = None  # where a model's files lie; None: not measured
+    host: tuple[HostCosts, ...] = ()  # by path, the default first
+    disk: DiskCosts | None = None  # of the disk with the model's files; None: not measured
     format: int = PROFILE_FORMAT
 
     def __post_init__(self) -> None:
@@ -295,7 +295,7 @@ def _build(kind: type[T], values: object, where: str) -> T:
 def _is_number(value: object) -> TypeGuard[float]:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return abs(value) < math.inf  # which integers are asked that no float holds, too
+    return abs(value) < math.inf  # also false for integers that are too large for a float
 
 
 def _is_time(value: object) -> bool:
@@ -303,7 +303,7 @@ def _is_time(value: object) -> bool:
 
 
 def _is_seconds(value: object) -> bool:
-    return _is_number(value) and 0 <= value <= 1e6  # beyond it sums of them are not finite
+    return _is_number(value) and 0 <= value <= 1e6  # sums of larger times would not be finite
 
 
 def _is_text(value: object) -> bool:

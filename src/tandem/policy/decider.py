@@ -25,7 +25,7 @@ class LayerNow(NamedTuple):
 
     load: LayerLoad
     keys: Sequence[int]  # of the active experts
-    states: bytes  # of each of them
+    states: bytes  # one byte per key
     now: float
     places: bytes = b""
     """Where memory over a disk has each of them (`tandem.policy.reads`). Empty: memory has all."""

@@ -9,7 +9,7 @@ class LinkQueue:
     def __init__(self, copy_seconds: float) -> None:
         """Start idle; one copy takes `copy_seconds`."""
         self.copy_seconds = copy_seconds
-        self.free_at = 0.0  # when all copies issued so far are expected to be done
+        self.free_at = 0.0  # when all issued copies are expected to be done
         self.pending: dict[int, int] = {}  # key -> number in the order of issue
         self._issued = 0
 

@@ -6,7 +6,7 @@ They are keyed by expert id, never by position. This file is the planner's whole
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Launches of a layer in one graph that may fetch: what has been fetched comes second, together.
+# Launches of a layer in one graph. If it may fetch, a second launch computes all fetched experts.
 ONCE, TWICE = 1, 2
 
 
@@ -56,7 +56,7 @@ class Copy(NamedTuple):
     layer: int
     expert: int
     slot: int
-    evicts: ExpertId | None  # what was in the slot
+    evicts: ExpertId | None  # what the slot held before
 
 
 class LayerPlan(NamedTuple):
@@ -69,16 +69,16 @@ class LayerPlan(NamedTuple):
 
     layer: int
     gpu: tuple[int, ...]  # resident and ready: run at once
-    arriving: tuple[int, ...]  # resident, copy under way: run when it is there
-    fetch: tuple[Copy, ...]  # copy now, in this order, and run each when it is there
+    arriving: tuple[int, ...]  # resident, copy under way: run when the copy has ended
+    fetch: tuple[Copy, ...]  # copy now, in this order, and run each when its copy has ended
     cpu: tuple[int, ...]  # run on the CPU
     insert: tuple[Copy, ...]  # copy for later steps; not used by this layer's computation
     prefetch: tuple[Copy, ...]  # copy for later layers
-    gpu_seconds: float  # expected, by the planner's own costs
+    gpu_seconds: float  # expected by the planner's own costs
     cpu_seconds: float
     hits: int = 0  # active experts that were resident and ready, on either processor
-    launches: int = 0  # of the device, in a step that is one graph; 0: it is planned
-    asks: bool = False  # in such a step: the next layer's router
+    launches: int = 0  # of the device, in a step that is one graph; 0 if the step is planned
+    asks: bool = False  # whether such a step asks the next layer's router
 
     @property
     def seconds(self) -> float:

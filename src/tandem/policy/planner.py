@@ -65,7 +65,7 @@ class Planner:
         self.residency = residency
         self.link = LinkQueue(costs.link)
         self._planned_rule, self._graph_rules = rule, graph_rules
-        self._rule = rule  # of the step
+        self._rule = rule  # of the current step
         self.eviction = eviction
         self.prediction = prediction
         parts = costs, residency, self.link
@@ -186,7 +186,7 @@ class Planner:
         split, pairs, ahead = self._decide(here)
         next_plan = now + split.seconds + self._dense_seconds
         fetch, insert = self._place(layer, split, pairs, ahead, in_use, now)
-        if len(fetch) < len(split.fetch):  # there were no slots for more
+        if len(fetch) < len(split.fetch):  # there were not enough slots
             split = split._replace(fetch=[copy.expert for copy in fetch])
         if layer + 1 < self.geometry.num_layers and not self._rule.launches:
             ahead = self._copies_ahead(layer + 1, in_use, now, next_plan)

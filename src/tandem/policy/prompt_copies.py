@@ -13,8 +13,8 @@ from tandem.policy.link_queue import LinkQueue
 from tandem.policy.plan import Copy, Geometry
 from tandem.policy.residency import NOWHERE, Residency
 
-# Average tokens of an expert from which on nearly all experts of a layer have some: recorded
-# prompts of 64 tokens on DeepSeek-V2-Lite, six on average, use 58 to 63 of 64.
+# If experts get this many tokens on average, nearly all experts of a layer get some. Recorded
+# prompts of 64 tokens on DeepSeek-V2-Lite, six per expert on average, use 58 to 63 of 64 experts.
 _LEAST_TOKENS = 8
 
 

@@ -18,8 +18,8 @@ class ComingUse(NamedTuple):
 
     layer: int
     experts: Sequence[int]
-    are_there: bytes  # by expert: 1 in memory, being read, or on a device
-    free_slots: int  # of the layer
+    are_there: bytes  # by expert: 1 if it is in memory, being read, or on a device
+    free_slots: int  # free slots of the layer
 
 
 class SharedSlots(NamedTuple):
@@ -27,7 +27,7 @@ class SharedSlots(NamedTuple):
 
     all: int
     free: int
-    expected: int  # that have what a coming use needs, or are being read into for it
+    expected: int  # slots that hold, or are being filled with, what a coming use needs
 
 
 class ReadAhead(NamedTuple):
@@ -35,7 +35,7 @@ class ReadAhead(NamedTuple):
 
     layer: int
     expert: int
-    passes: bool  # through a shared slot; else it gets one of its layer
+    passes: bool  # whether it is read into a shared slot, not one of its layer
 
 
 def known_reads(coming: Sequence[ComingUse], shared: SharedSlots) -> list[ReadAhead]:

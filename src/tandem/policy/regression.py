@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from tandem.policy.lanes import ONE, Lanes
 
-ROW_OFFSET = 1 << 20  # in every lane of a row
-SUM_OFFSET = 1 << 23  # in every lane that `read` returns
+ROW_OFFSET = 1 << 20  # offset in every lane of a row
+SUM_OFFSET = 1 << 23  # offset in every lane that `read` returns
 ERROR_OFFSET = 1 << 24
 
 
@@ -21,8 +21,10 @@ class Regression:
     def __init__(self, lanes: Lanes) -> None:
         """Use the lanes of one number of experts."""
         self._lanes = lanes
-        self._sum_bias: dict[int, int] = {}  # by number of rows: what turns their sum into values
-        self._error_bias: dict[tuple[int, int], tuple[int, int]] = {}  # by rows and shift
+        # Number of rows -> bias that turns their sum into values.
+        self._sum_bias: dict[int, int] = {}
+        # (number of rows, shift) -> biases.
+        self._error_bias: dict[tuple[int, int], tuple[int, int]] = {}
 
     def row(self, value: float) -> int:
         """Return a row that adds `value` to every expert."""

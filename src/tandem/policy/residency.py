@@ -44,7 +44,7 @@ class Residency:
         self.key_in = [NOWHERE] * self.num_slots
         self.members: list[list[int]] = [[] for _ in self.capacity]
         self.free: list[list[int]] = []
-        self.lent: dict[int, int] = {}  # set by slot
+        self.lent: dict[int, int] = {}  # slot -> its set
         first = 0
         for size in self.capacity:
             self.free.append(list(range(first + size - 1, first - 1, -1)))

@@ -12,7 +12,7 @@ from tandem.policy.eviction.policy import Eviction
 from tandem.policy.residency import NOWHERE, Residency
 
 OWN_SLOTS = 1
-QUIET_STEPS = 16  # without a fetch, until slots are given back
+QUIET_STEPS = 16  # steps without a fetch until slots are given back
 
 
 class Ring:
@@ -34,7 +34,8 @@ class Ring:
         self._residency, self._own = residency, own
         self._admission = Admission(residency, eviction)
         self._quiet_steps = self._graph_steps = 0
-        self._asked = 0, 0  # by a layer in one graph, at most: lately, and in the steps before
+        # Most slots that a layer in one graph asked for: lately, and in the steps before.
+        self._asked = 0, 0
 
     def begin_step(self, *, in_graph: bool = False, may_fetch: bool = True) -> list[int]:
         """Return slots to the cache if nothing is fetched, or nothing was for some steps.

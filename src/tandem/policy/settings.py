@@ -22,21 +22,21 @@ from tandem.policy.ring import OWN_SLOTS, Ring
 from tandem.policy.step_path import CAPTURE_SIZES, capture_size
 from tandem.policy.tables import LearnsInTables, NextUseTable, Tables
 
-# The price of a second of the link, in seconds of computation: other copies may need it.
+# Price of a second of the link in seconds of computation, because other copies may need the link.
 LINK_SHARE = 0.15
-# Slots of which experts take turns that are fetched for one use: half of them are computed in one
-# launch while the others are filled; in small caches at least two.
+# Slots for experts fetched for one use. One launch computes half of them while the other half is
+# filled, so small caches have at least two.
 RING_SLOTS, RING_SHARE = 32, 1 / 48
 GRAPH_RING_SLOTS = 16  # in steps that are one graph
-# For copies ahead in long prompts: the layer that runs and the one to come have half each. As many
-# as a link of 25 GB/s fills while 2,048 tokens of Qwen3-30B-A3B attend on a 4070.
+# For copies ahead in long prompts, half for the current layer and half for the coming one. A link
+# of 25 GB/s fills as many while 2,048 tokens of Qwen3-30B-A3B attend on a 4070.
 PROMPT_SLOTS, PROMPT_SHARE = 64, 1 / 32
-LEAST_AHEAD_SLOTS = 2  # for copies ahead in steps that are one graph, if so few slots spare them
+LEAST_AHEAD_SLOTS = 2  # for copies ahead in steps that are one graph, if the cache is not tiny
 POOLS = ("by-layer", "shared")
-# Who computes what where no assignment is asked for: in plans, and in steps that are one graph,
-# where fetches do not pay and where they do.
+# Default assignments: for planned steps, for steps that are one graph, and for these if fetching
+# pays.
 PLANNED_RULE, GRAPH_RULE, FETCHING_RULE = "balanced", "ready-on-gpu", "balanced-in-graph"
-# What steps in one graph predict by: native code does the same.
+# The prediction of steps that are one graph, which native code implements.
 GRAPH_PREDICTION = "regression"
 
 
@@ -45,7 +45,7 @@ class Native(NamedTuple):
 
     next_use: Callable[[Geometry], Sequence[NextUseTable]]  # by layer
     prediction: Callable[[Geometry], Prediction]
-    decider: Callable[[PlainDecider], Decider | None]  # None: not for these policies
+    decider: Callable[[PlainDecider], Decider | None]  # None: it does not know these policies
 
 
 class Policies(NamedTuple):
@@ -63,16 +63,17 @@ class PlannerSettings:
 
     policies: ClassVar[Policies] = Policies()
     """What is chosen among; a subclass can have more."""
-    assignment: str | None = None  # of all steps; None: the best that a step can follow
+    assignment: str | None = None  # of all steps; None: the best that each step can follow
     eviction: str = "next-use"
     prediction: str = "none"
     prefetch: str = "pays"
-    prefetch_count: int = 0  # experts copied ahead per layer, at most
-    must_prefetch: bool = True  # in all steps; else where they are planned
-    fetching_sizes: tuple[int, ...] = ()  # of steps in one graph that fetch, if none is asked for
-    predicting_sizes: tuple[int, ...] = ()  # of steps in one graph that copy ahead
+    prefetch_count: int = 0  # limit of experts copied ahead per layer
+    must_prefetch: bool = True  # in all steps; otherwise only in planned ones
+    # Sizes of steps in one graph that fetch, if no assignment is given.
+    fetching_sizes: tuple[int, ...] = ()
+    predicting_sizes: tuple[int, ...] = ()  # sizes of steps in one graph that copy ahead
     can_ask: bool = False  # whether the next layer's router may be asked in such steps
-    asking_sizes: tuple[int, ...] = ()  # of those that ask; they are predicting, too
+    asking_sizes: tuple[int, ...] = ()  # sizes of steps that ask; they predict, too
     copies_prompts: bool = False  # whether slots are set aside for copies ahead in long prompts
     pool: str = "by-layer"
     max_fetches: int = UNLIMITED
@@ -290,7 +291,7 @@ def _graph_rule(settings: PlannerSettings, size: int) -> Rule:
     name = settings.rule(graph_tokens=size)
     return Rule(
         settings.policies.assignments.factory(name)(),
-        never_worse_than_cpu=False,  # what the device has published as its own stays its
+        never_worse_than_cpu=False,  # experts that the device has published as its own stay there
         native=_native(name, ()),
         fetches=name != GRAPH_RULE,
         in_graph=True,

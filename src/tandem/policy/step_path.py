@@ -10,8 +10,8 @@ from typing import NamedTuple
 from tandem.core.errors import ConfigError
 from tandem.policy.cost import GRAPH, NO_HOST, SEGMENTS, HardwareProfile
 
-MAX_GRAPH_TOKENS = 8  # of a step in one graph; one of more is planned
-CAPTURE_SIZES = (1, 2, 4, MAX_GRAPH_TOKENS)  # a step of other sizes has padding tokens
+MAX_GRAPH_TOKENS = 8  # in a step that is one graph; larger steps are planned
+CAPTURE_SIZES = (1, 2, 4, MAX_GRAPH_TOKENS)  # padding tokens fill steps of other sizes
 
 
 def capture_size(num_tokens: int) -> int:

@@ -24,7 +24,7 @@ from tandem.quality.texts import Window
 
 _TOKENS_AT_ONCE = 2048
 
-Progress = Callable[[int, int], None]  # tokens done, tokens in all
+Progress = Callable[[int, int], None]  # (tokens done, total)
 
 
 class Squares:
@@ -135,7 +135,7 @@ def _note_in(found: dict[str, Squares], name: str) -> Callable[[nn.Module, tuple
     def note(layer: nn.Module, given: tuple[Tensor]) -> None:
         width = int(layer.in_features)  # type: ignore[arg-type]
         inputs = given[0].flatten(0, -2)
-        if inputs.shape[1] != width:  # each group of rows has inputs of its own
+        if inputs.shape[1] != width:  # a grouped layer: each group of rows has its own inputs
             return
         if name not in found:
             found[name] = Squares(1, width)

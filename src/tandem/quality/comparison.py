@@ -16,10 +16,11 @@ from tandem.generate.generator import Generator
 from tandem.quality.kept_logits import KeptLogits, LogitsWriter
 from tandem.quality.texts import Window
 
-# Tokens whose logits are in memory at once, several times: 128 of 150,000 words take 77 MB.
+# Tokens whose logits are in memory at once, in several copies: for 128 tokens and a vocabulary of
+# 150,000, one takes 77 MB.
 _PIECE_TOKENS = 128
 
-Progress = Callable[[int, int], None]  # tokens done, tokens in all
+Progress = Callable[[int, int], None]  # (tokens done, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Tally:
         own["reference_loss"] += (-true[: len(targets)].gather(1, next_ids)[:, 0]).tolist()
         own["is_same"] += (found.argmax(-1) == true.argmax(-1)).float().tolist()
         chance = true.exp()
-        apart = torch.where(chance > 0, chance * (true - found), 0.0)  # of forbidden tokens: none
+        apart = torch.where(chance > 0, chance * (true - found), 0.0)  # 0 for forbidden tokens
         own["kl"] += apart.sum(-1).clamp(min=0.0).tolist()
 
     def by_domain(self) -> dict[str, Quality]:

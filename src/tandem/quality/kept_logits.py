@@ -92,7 +92,7 @@ class KeptLogits:
             said = file.metadata() or {}
             if said.get("format") != _FORMAT:
                 raise FileFormatError(
-                    f"{path} holds no logits of tandem quality --keep; give such a file, or a model"
+                    f"{path} has no logits of tandem quality --keep; give such a file, or a model"
                 )
             ids, lengths, sums = (
                 file.get_tensor(name).tolist() for name in ("token_ids", "lengths", "crc32")

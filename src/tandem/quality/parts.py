@@ -19,9 +19,10 @@ from tandem.kernels.formats.packed import pack, unpack
 from tandem.kernels.formats.weight_format import WeightFormat, find_format
 from tandem.kernels.reference import ExpertWeights
 
-# By which a part's sensitivity is measured: coarse, so that its loss stands out from noise.
+# The format that measures a part's sensitivity. It is coarse, so that the loss stands out from
+# noise.
 PROBE = find_format("q3_k")
-# Of one size each the best that is written; a choice between more takes longer than it gains.
+# Of each size the best format that can be written. A choice among more takes longer than it gains.
 CHOICES = tuple(
     find_format(name)
     for name in (

@@ -32,10 +32,11 @@ from tandem.quality.parts import (
 )
 from tandem.quality.texts import Window
 
-# Next to no error: what a model in bf16 answers otherwise after it is the rounding of its values.
+# A format with almost no error. What it changes in a bf16 model's answers is due to rounding of
+# activations.
 _NEXT_TO_NOTHING = find_format("int8-g32")
 
-Progress = Callable[[int, int], None]  # parts done, parts in all
+Progress = Callable[[int, int], None]  # (parts done, total)
 
 
 class ProbingExecutor(ReferenceExecutor):
@@ -144,7 +145,7 @@ def _rounded_group(
         weighed = linear_importance(importance, path, weight.shape[1])
         rounded = _rounded(weight.detach(), weighed, fmt)
         before.append((module, weight))
-        # Another parameter: one that is tied stays as it is in the other module.
+        # A new parameter, so that a tied one does not change in the other module.
         module.weight = nn.Parameter(rounded.to(weight.dtype), requires_grad=False)
     try:
         yield

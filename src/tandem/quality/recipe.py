@@ -48,12 +48,12 @@ from tandem.quality.parts import (
     sampled_losses,
 )
 
-_LEAST_LOSS = 1e-9  # of a probe that seems to help: it is noise
-# Recipes of so many bits leave grids out: what they lose is little there, and grids decode at half
-# of others' bytes a second with AVX-512, at a quarter or less with AVX2.
+_LEAST_LOSS = 1e-9  # a probe that seems to help is noise and gets this loss
+# Recipes with at least this many bits use no grids. There grids hardly lose less, and they decode
+# at half of other formats' bytes per second with AVX-512, at a quarter or less with AVX2.
 _BITS_WITHOUT_GRIDS = 4
 
-Progress = Callable[[int, int], None]  # bytes of experts measured, bytes in all
+Progress = Callable[[int, int], None]  # (bytes of experts measured, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class _MeasuringSink:
         self.layers[layer.layer] = _layer_options(layer, self._importance)
         self.num_weights += sum(prod(shape) for shape in layer.arrivals.shapes.values())
         self._done += layer.num_bytes
-        # What stands for it has its shape and one byte.
+        # Replaces the tensors by views of the same shape on a single byte.
         layer.move_to(
             {name: one.new_zeros(1).expand(one.shape) for name, one in layer.stored().items()}
         )

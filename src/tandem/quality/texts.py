@@ -15,9 +15,10 @@ from tandem.foreign_types import Tokenizer
 from tandem.text.text_tokens import token_ids
 
 WINDOW_TOKENS = 512
-# English, arithmetic and code count as much as four languages.
+# The sample of English, arithmetic and code is cut into this many parts, so that it counts as much
+# as four languages.
 _PARTS_OF_SAMPLE = 4
-_LEAST_TOKENS = 16  # of a domain; fewer say nothing of it
+_LEAST_TOKENS = 16  # of a domain; fewer would say nothing about it
 
 
 class Window(NamedTuple):
@@ -83,7 +84,7 @@ def cut_windows(
     """
     share = max(_LEAST_TOKENS, num_tokens // len(texts))
     before = _tokens_before(tokenizer)
-    room = max(1, window - len(before))  # for tokens of text in one window
+    room = max(1, window - len(before))  # tokens of text that fit into one window
     windows = []
     for domain, text in texts.items():
         ids = token_ids(tokenizer, text, has_special=False, most_tokens=None)

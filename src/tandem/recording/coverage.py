@@ -18,7 +18,7 @@ from tandem.recording.program import NativeCall, memory_of
 from tandem.recording.recorded_graph import RecordedGraph
 
 _PROFILE_RUNS = 5
-_NAMED_OPERATIONS = 5  # the others are added up
+_NAMED_OPERATIONS = 5  # the others are summed up
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from tandem.kernels.opaque_calls import mapped
 from tandem.kernels.torch_private import operator_schema
 from tandem.recording.recorder import NotRecordableError, Operation, Ref
 
-_GRANULE_BYTES = 64  # a line of the cache
+_GRANULE_BYTES = 64  # a cache line
 
 Report = Callable[[], None]
 
@@ -157,7 +157,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
-        self._used: list[tuple[int, Tensor]] = []  # by group
+        self._used: list[tuple[int, Tensor]] = []  # (group, buffer)
         self.num_bytes = 0
 
     def take(self, like: Tensor, group: int) -> Tensor:

@@ -21,8 +21,8 @@ from tandem.recording.fusion import fuse
 from tandem.recording.program import BufferPlan, NativeCall, compile_program, memory_of
 from tandem.recording.recorder import Operation, Recorder, Recording, Ref
 
-# Public functions that do what an ATen overload does with the same positional arguments, and cost
-# a third of calling the overload: of what programs leave to torch.
+# Functions that torch keeps (not compiled into programs) -> public functions with the same
+# positional arguments. Calling these takes a third of the time of the ATen overload.
 _DIRECT: dict[str, Callable[..., object]] = {
     "add.Tensor": torch.add,
     "mul.Tensor": torch.mul,
@@ -31,13 +31,13 @@ _DIRECT: dict[str, Callable[..., object]] = {
     "mm.default": torch.mm,
 }
 
-# Returns operations with groups replaced, given them, the tensors, and which of these never change.
+# (operations, tensors, numbers of constant tensors) -> operations with groups replaced.
 Fusing = Callable[[list[Operation], list[Tensor], set[int]], list[Operation]]
 
-# What torch adds up in another order for other numbers of rows.
+# Operations that torch may sum in another order if the number of rows differs.
 _PRODUCTS = {"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "convolution", "dot", "mv"}
 
-# Operations without a tensor among their arguments that give the same each time.
+# Operations without tensor arguments whose result is always the same.
 _SAME_EACH_TIME = {"arange", "zeros", "ones", "full", "scalar_tensor"}
 
 
@@ -203,7 +203,7 @@ def _compile(
                 local.difference_update(ended)
         if seconds is not None:
             lines.append(f"end = now(); seconds[{index}] += end - begin; begin = end")
-    # A buffer is written again by the next run, and the result belongs to the caller.
+    # The next run overwrites buffers, but the caller keeps the result.
     copy = ".clone()" if result.number in plan.tensors else ""
     body = "\n".join(f"    {line}" for line in lines)
     exec(f"def step():\n    begin = now()\n{body}\n    return v{result.number}{copy}\n", namespace)
@@ -251,7 +251,7 @@ def _lines(
     parts = [_expression(arg, namespace) for arg in operation.args]
     parts += [f"{name}={_expression(v, namespace)}" for name, v in operation.kwargs.items()]
     call = f"f{index}({', '.join(parts)})"
-    # What an operation writes to in place keeps its name.
+    # A tensor that an operation writes in place keeps its name.
     new = [o.number if o and o not in operation.inputs else None for o in operation.outputs]
     placed = [number for number in new if number in plan.tensors]
     names = ["_" if n is None else f"t{n}" if n in placed else f"v{n}" for n in new]

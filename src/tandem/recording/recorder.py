@@ -15,8 +15,8 @@ from tandem.hf.packed_layers import with_values
 from tandem.kernels.opaque_calls import WITHOUT_EFFECTS, Meeting, mapped
 from tandem.kernels.torch_private import TorchDispatchMode, operator_schema
 
-# Operations whose result depends on the values of tensors, not only on their shapes: Python code
-# may have branched on them, or the shapes of what follows may change.
+# Operations that depend on tensors' values, not only on their shapes. Python code may have branched
+# on the result, or it may decide the shapes of later tensors.
 _DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "unique", "masked_select", "bincount", "item"}
 
 
@@ -67,7 +67,8 @@ class Recorder(Meeting, TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
-        self._numbers: dict[int, int] = {}  # by id; `recording.tensors` keeps the tensors alive
+        # Id -> number; `recording.tensors` keeps the tensors alive.
+        self._numbers: dict[int, int] = {}
 
     def __torch_dispatch__(
         self,
@@ -117,7 +118,7 @@ class Recorder(Meeting, TorchDispatchMode):
         noted_args, noted_kwargs = mapped(ref, (args, kwargs))
         is_argument = any(results is arg for arg in args if isinstance(arg, Tensor))
         if is_argument and (not has_effects or name == "detach_"):
-            return  # `to` of a tensor that is that already; `torch.tensor` detaches what it makes
+            return  # e.g. `to` without a change; `torch.tensor` detaches its result
         for output in outputs:
             if isinstance(output, Tensor) and not is_argument:
                 self.recording.produced.add(self._number(output))

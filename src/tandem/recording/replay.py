@@ -20,17 +20,19 @@ from tandem.core.errors import ModelError, TandemWarning
 from tandem.experts.execution.executor import Executor, unheard
 from tandem.recording.recorder import NotRecordableError
 
-# In a row, and a recording is trusted; one, where steps of another size have come to be.
+# A recording is trusted after this many equal steps in a row, or after one if recordings of other
+# sizes are trusted.
 _EQUAL_STEPS = 3
-# A wrong recording gives other logits each time. Where two experts are almost equally good for a
-# token, a right one may choose the other: that is seldom, and not twice in a row.
+# A wrong recording gives other logits in every step. If two experts have almost equal scores for a
+# token, a correct recording may choose the other one, but that is rare and hardly happens twice in
+# a row.
 _DIFFERENT_STEPS = 3
 
-# A recording stays trusted if at least this share of a step's tokens is equal. Otherwise an answer
-# would depend on the batch composition, or on drafted tokens.
+# A recording stays trusted if at least this share of a step's tokens have equal logits. Otherwise
+# an answer would depend on the batch composition or on drafted tokens.
 _LEAST_SHARE = 0.5
 
-# What code that is recorded, compiled or captured raises where that is impossible.
+# Exceptions of model code that cannot be recorded, compiled or captured.
 _FAILURES = (
     NotRecordableError,
     StopIteration,
@@ -120,7 +122,7 @@ class ReplayedStep:
             return self._compared(self._step(), self._recording, go_back)
         try:
             expected, recording = self._record()
-        except ModelError:  # a disk gave no experts: that says nothing of the recording
+        except ModelError:  # the disk failed, which says nothing about the recording
             go_back()
             raise
         except _FAILURES as error:

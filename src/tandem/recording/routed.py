@@ -15,7 +15,7 @@ from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.recording.program import NativeCall, Report, require_contiguous
 
-_INDEX = 1  # the router's choice among a call's inputs
+_INDEX = 1  # position of the router's choice among a call's inputs
 
 
 def routed_call(

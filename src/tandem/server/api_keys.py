@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.core.errors import ConfigError
 
-# Where a request's state says whose it is.
+# Key of the owner in a request's state.
 OWNER = "owner"
 _OWNER_BYTES = 16
 
@@ -54,7 +54,7 @@ def read_keys(
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(f"the file of API keys {file} cannot be read: {why}") from error
         found = [line.strip() for line in lines if line.strip()]
         if not found:

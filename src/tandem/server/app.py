@@ -28,7 +28,7 @@ _HEADERS = ("authorization", "content-type", "x-api-key", "anthropic-version")
 _COUNT = "Count the tokens of a conversation"
 
 
-# What is answered by a body: path, what it does, and how.
+# Endpoints with a body: path, summary, handler.
 _ENDPOINTS = (
     ("/v1/chat/completions", "Answer a conversation", Endpoint("chat", ChatRequest, EVENTS)),
     (

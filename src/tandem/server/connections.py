@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 _MOST_CONNECTIONS = 1024
 _FEWEST_CONNECTIONS = 8
-# File descriptors for what is no connection: engine process, helpers, files that are read.
+# File descriptors for anything but connections: engine process, helpers, files.
 _OWN_DESCRIPTORS = 64
 
 

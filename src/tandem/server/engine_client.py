@@ -35,18 +35,18 @@ from tandem.generate.token_output import TokenOutput
 from tandem.generate.waiting_line import WaitingLine
 
 _log = logging.getLogger("tandem.server")
-# A process that dies at once again is left alone for longer and longer.
+# Delays between restarts. A process that always dies at once is restarted less and less often.
 _RESTART_SECONDS = (0.0, 1.0, 5.0, 15.0, 60.0)
-# Until a request has ended, this is taken for how long one takes.
+# Assumed duration of a request until one has ended.
 _FIRST_GUESS_SECONDS = 5.0
-# How much the latest request counts in the mean duration.
+# Weight of the latest request in the mean duration.
 _NEWEST = 0.2
-# A page that reads slowly gets the newest snapshots only.
+# A page that reads slowly gets only the newest snapshots.
 _SNAPSHOTS = 4
-# The engine process is silent when so many times in a row nothing has come since the last look.
-# Looks are counted, not seconds: after this process itself has stood still, its pipe is full.
+# After this many looks in a row without a message, the engine process counts as hung. Looks are
+# counted instead of seconds, because after a stop of this process its pipe is full of messages.
 _LOOKS = 8
-_LOST = "the model cannot be loaded; the server's log says why; mend that and restart the server"
+_LOST = "the model cannot be loaded; the server's log says why; fix that and restart the server"
 
 
 class TokenOutputs:
@@ -237,7 +237,7 @@ class EngineClient:
         if self._process is not None:
             await self._process.stop(is_patient=self.info is not None)
 
-    # ---- what comes from the engine process ------------------------------------------------------
+    # ---- messages from the engine process --------------------------------------------------------
 
     def _begin_process(self) -> None:
         self._process = EngineProcess(self._load, self._settings, self._take, self._ended)
@@ -263,7 +263,7 @@ class EngineClient:
         elif isinstance(message, Live):
             self._show(message.snapshot)
         elif isinstance(message, Failed):
-            if not message.request_ids:  # no request's fault: the model's, while it loads
+            if not message.request_ids:  # not the fault of a request: loading the model failed
                 self._first_problem = self._first_problem or message.message
             if message.is_theirs:
                 self._tell(message.request_ids, ApiError(400, message.message))
@@ -279,7 +279,7 @@ class EngineClient:
     def _hand_on(self, token_output: TokenOutput) -> None:
         pending = self._pending.get(token_output.request_id)
         if pending is None:
-            return  # cancelled while it was under way
+            return  # cancelled meanwhile
         pending.token_outputs.put(token_output)
         if token_output.finish_reason is not None:
             del self._pending[token_output.request_id]

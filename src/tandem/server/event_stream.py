@@ -16,7 +16,7 @@ from tandem.apis.errors import ApiError, server_error
 from tandem.server.refusals import log_refusal
 
 _log = logging.getLogger("tandem.server")
-# Clients give up on streams that say nothing for a minute or so, as before a long prompt's answer.
+# Clients close streams that are silent for about a minute, as before the answer to a long prompt.
 _SILENT_SECONDS = 5.0
 
 
@@ -49,7 +49,7 @@ def named_event(data: Event) -> bytes:
 
 EVENTS = StreamForm(event, done=b"data: [DONE]\n\n")
 NAMED_EVENTS = StreamForm(named_event)
-# A line may begin with a space; it is no line by itself, which clients would read as JSON.
+# A space is valid before a line. An empty line would not do: clients would parse it as JSON.
 LINES = StreamForm(json_line, media_type="application/x-ndjson", life_sign=b" ")
 
 
@@ -73,7 +73,7 @@ class EventStream(Response):
         self._events = events
         self._on_end = on_end
         self._write_error = write_error
-        self._latest = time.monotonic()  # when something was sent
+        self._latest = time.monotonic()  # time of the last send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events or the client's patience end."""
@@ -82,7 +82,7 @@ class EventStream(Response):
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._on_end()  # first, so that the slot is free at once
+            self._on_end()  # first, to free the slot at once
             leaving.cancel()
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError):

@@ -17,16 +17,16 @@ from tandem.server.http_protocol import ADMIT
 from tandem.server.page_files import PAGE_FILES
 from tandem.server.refusals import refusal
 
-# What curl says of any body.
+# Content types that curl sends for any body.
 _UNSAID = {b"", b"application/x-www-form-urlencoded"}
-# By these a browser says which page asks.
+# Headers in which a browser names the page that sends the request.
 _OF_PAGES = {b"origin", b"referer", b"sec-fetch-site"}
 _OPEN_PATHS = {*PAGE_FILES, "/health", "/ready", "/favicon.ico"}
 HEALTHY = b'{"status":"ok"}'
 """What `/health` says."""
 _LONGEST_PATH = 2048
 _ENDLESS_PATH = "/live"
-# Of a server that does not count connections.
+# For a server that does not count connections.
 _UNCOUNTED = {"call": lambda: None}
 
 
@@ -81,7 +81,7 @@ class Gate:
                 await self._app(scope, receive, send)
             return
         if scope["method"] == "HEAD" and scope["path"] != _ENDLESS_PATH:
-            scope = {**scope, "method": "GET"}  # the HTTP server sends the headers alone
+            scope = {**scope, "method": "GET"}  # the HTTP server sends only the headers
         headers: dict[bytes, bytes] = dict(scope["headers"])
         owner = self._keys.owner(headers)
         problem = self._problem(scope, headers, owner)

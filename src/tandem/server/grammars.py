@@ -23,11 +23,11 @@ from tandem.engine.grammar_process import Build, Tables, Writer, main
 from tandem.engine.helper import Limits, framed
 from tandem.server.helper_process import HelperProcess
 
-# Processor time of a grammar, its matcher and its first mask.
+# CPU seconds for a grammar, its matcher and its first mask: short, and at most.
 _MOMENT_SECONDS, _LIMIT_SECONDS = 0.05, 0.3
-# On a machine whose other work leaves a grammar a tenth of one core.
+# Allows for a machine whose other work leaves a tenth of one core.
 _WALL_FACTOR = 10
-# Beside the tables: those that pass take some tens of MB.
+# Besides the tables. Accepted grammars take some tens of MB.
 _MEMORY_BYTES = 1 << 30
 _MOST_WAITING = 64
 _RETRY_SECONDS = 5

@@ -15,7 +15,7 @@ from typing import Any
 from tandem.apis.errors import server_error
 from tandem.engine.helper import STARTED, is_whole, unframed
 
-# To load what a job needs, and to do the jobs before it; so long a machine may be too busy.
+# Time to load what a job needs, and to do the jobs before it, on a busy machine.
 _START_SECONDS = 120.0
 _PIECE_BYTES = 1 << 18
 
@@ -56,7 +56,8 @@ class HelperProcess:
         If the job takes more than `seconds`, the helper itself is ended. Cancelling the call closes
         the job's socket. Raises `ApiError` if there is no helper.
         """
-        for _ in range(2):  # it may have been killed, which costs no job that had not begun
+        # The helper may have been killed; jobs that have not begun can be repeated.
+        for _ in range(2):
             starting = self._control_soon()
             with contextlib.suppress(OSError, EOFError):
                 async with asyncio.timeout(_START_SECONDS):
@@ -81,7 +82,7 @@ class HelperProcess:
     def _control_soon(self) -> "asyncio.Task[socket.socket]":
         if self._starting is None:
             self._starting = asyncio.ensure_future(asyncio.to_thread(self._begin))
-            # Each job gets the reason; at the end there may be none.
+            # Each job reads the exception. At the end there may be no job.
             self._starting.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._starting
 
@@ -90,14 +91,15 @@ class HelperProcess:
         self._end()
         ours, theirs = socket.socketpair()
         with theirs:
-            # A group of its own: Ctrl-C is for the HTTP side, which closes the socket. In a session
-            # of its own Linux would weigh it against all of the server, however nice it is.
+            # Its own process group, because Ctrl-C is for the HTTP side, which closes the socket.
+            # In its own session Linux would give it as much weight as the whole server, whatever
+            # its nice value.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", f"from {self._main.__module__} import main; main()"],
                 stdin=theirs.fileno(), stdout=subprocess.DEVNULL, process_group=0,
             )  # fmt: skip
         self._control = ours
-        if self._is_closed:  # `close` sets this before it looks for a process
+        if self._is_closed:  # `close` sets this first, and then looks for a process
             self._end()
         ours.sendall(self._first())
         return ours

@@ -33,7 +33,7 @@ ADMIT = "tandem.admit"
 """The extension of a request's scope whose "call" notes that its connection has shown a key."""
 
 _SWEEP_SECONDS = 1.0
-# Bytes beside a body, by its own: chunks of one byte have five more.
+# Extra bytes that chunks may add per byte of a body. Chunks of one byte add five.
 _CHUNK_OVERHEAD = 8
 
 
@@ -60,7 +60,7 @@ class Connections:
         """
         self.limits, self.clock, self.answer_at_once = limits, clock, answer_at_once
         self._all: set[BoundedHttp] = set()
-        # In the order in which they are closed for others.
+        # In the order in which they are closed to make room.
         self._strangers: dict[BoundedHttp, None] = {}
         self._waiting: dict[BoundedHttp, None] = {}
 
@@ -116,7 +116,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(**uvicorns)
         self._connections, self._limits = connections, connections.limits
         self._parsing = _Parsing.PAUSE
-        self._num_open = 0  # requests whose answer has not ended
+        self._num_open = 0  # requests with an unfinished answer
         self._num_headers = self._fed_bytes = self._body_bytes = self._chunk_bytes = 0
         self._problem: ApiError | None = None
         self._at_once: bytes | None = None
@@ -150,7 +150,7 @@ class BoundedHttp(HttpToolsProtocol):
         elif self._parsing is _Parsing.PAUSE:
             if not self._num_open:
                 self.transport.close()
-        elif not self.flow.read_paused:  # else it is the server that does not read
+        elif not self.flow.read_paused:  # otherwise it is the server that does not read
             seconds = now - self._since
             what = self._parsing.value
             self._end(ApiError(408, f"{what} did not end within {seconds:.0f} seconds"))
@@ -182,7 +182,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.transport.write(head + body)
         self.transport.close()
 
-    # ---- what comes ------------------------------------------------------------------------------
+    # ---- receiving -------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, unless they exceed a limit."""
@@ -221,7 +221,8 @@ class BoundedHttp(HttpToolsProtocol):
         self.scope["extensions"] = {ADMIT: {"call": self._admit}}
         self._parsing = _Parsing.HEAD
         self._num_headers = self._body_bytes = 0
-        self._fed_bytes = self._chunk_bytes  # in which it begins, without bodies before it
+        # Bytes of the chunk in which the head begins, without earlier bodies.
+        self._fed_bytes = self._chunk_bytes
         self._allow(self._limits.head_seconds)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -275,7 +276,7 @@ class BoundedHttp(HttpToolsProtocol):
             {"type": "http.response.body", "body": body},
         )
         for message in messages:
-            with contextlib.suppress(StopIteration):  # it waits for nothing
+            with contextlib.suppress(StopIteration):  # the coroutine awaits nothing
                 self.cycle.send(message).send(None)
 
     def _refuse(self, error: ApiError) -> None:
@@ -285,9 +286,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that could not be parsed, and say what was wrong."""
-        self._end(self._problem or ApiError(400, "this is no HTTP/1.1 request"))
+        self._end(self._problem or ApiError(400, "this is not an HTTP/1.1 request"))
 
-    # ---- what goes -------------------------------------------------------------------------------
+    # ---- sending ---------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         self._connections.admit(self)

@@ -71,7 +71,7 @@ class KeyLimits:
         except asyncio.CancelledError:
             if place in key.waiting:
                 key.waiting.remove(place)
-            else:  # it was let in meanwhile
+            else:  # it was admitted meanwhile
                 key.running -= number
             self._let_in(key)
             raise
@@ -103,7 +103,7 @@ class KeyLimits:
             )
 
     def _require_place(self, key: _Key, number: int) -> None:
-        assert self._most_running is not None  # else nobody waits
+        assert self._most_running is not None  # otherwise requests do not wait
         if number > self._most_running:
             raise ApiError(
                 400,

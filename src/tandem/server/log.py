@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 
 _MOST_LINES = 10_000
-# At the end, for a reader that still reads.
+# At the end, a slow reader gets this much time.
 _LAST_SECONDS = 1.0
 
 Lines = queue.Queue[logging.LogRecord | None]

@@ -52,7 +52,7 @@ class ServerOptions:
     )  # fmt: skip
     kv_disk: str | None = option(
         None, help="keep beginnings of prompts on disk, for later and after a restart, within SIZE "
-        "(20GiB, for instance; default: they are kept in memory alone)",
+        "(20GiB, for instance; default: they are only kept in memory)",
         metavar="SIZE",
     )  # fmt: skip
     speculate: str = option(
@@ -61,7 +61,7 @@ class ServerOptions:
         "too), none; answers are the same",
     )  # fmt: skip
     draft: str | None = option(
-        None, help="small model with the same tokens that writes ahead", metavar="MODEL"
+        None, help="small model with the same vocabulary that drafts tokens", metavar="MODEL"
     )
     request_timeout: float = option(
         600.0, help="seconds after which a request is given up", metavar="SECONDS"
@@ -81,7 +81,7 @@ class ServerOptions:
     )  # fmt: skip
     image_files: str | None = option(
         None, help="let requests name images that are files below this directory (file:///...; "
-        "default: images come in requests alone)", metavar="DIRECTORY",
+        "default: only images in requests)", metavar="DIRECTORY",
     )  # fmt: skip
     api_key: str | None = option(
         None, help="API key that clients send, or several separated by commas; this machine's "
@@ -145,7 +145,7 @@ class ServerOptions:
                 f"context_full is {self.context_full!r}; expected {' or '.join(CONTEXT_FULL)}"
             )
         if self.served_model_name is not None and not self._names:
-            raise ConfigError("served_model_name holds no name; give one or several")
+            raise ConfigError("served_model_name has no name; give one or several")
         if self.max_body is not None:
             parse_bytes(self.max_body, name="max_body")
         if self.kv_disk is not None:

@@ -15,7 +15,7 @@ PAGE_FILES = {
 }
 """The file and its type, by path."""
 
-# Nobody may put the page into a frame.
+# No other site may show the page in a frame.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",

@@ -30,7 +30,7 @@ from tandem.server.endpoints import endpoints
 from tandem.server.options import ServerOptions
 from tandem.text.text_tokens import TextTooLongError
 
-# Of a fork, for a long body: a conversation of 32 MB with images takes some seconds.
+# Limits of a fork for a long body. A conversation of 32 MB with images takes some seconds.
 LIMITS = Limits(processor_seconds=60.0, wall_seconds=600.0, memory_bytes=8 << 30)
 
 
@@ -107,7 +107,8 @@ class Preparer:
             trims=setup.options.context_full == "trim", images=setup.images,
         )  # fmt: skip
         self._endpoints = endpoints(requests, setup.tokenizer, setup.names[0])
-        with contextlib.suppress(TandemError):  # what is made on first use, ahead of the forks
+        # Initializes what is built on first use, before forking.
+        with contextlib.suppress(TandemError):
             ChatFormat(setup.tokenizer).prompt([{"role": "user", "content": "x"}], (), {})
 
     def answer(self, job: Job) -> Answered:
@@ -120,7 +121,7 @@ class Preparer:
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError, MemoryError) as e:
             what = "the request cannot be turned into a prompt"
             answered.error = ApiError(400, what, reason=f"{what} ({type(e).__name__})")
-        except BaseException:  # one of Rust's is no `Exception`
+        except BaseException:  # a panic in Rust is not an `Exception`
             answered.problem = traceback.format_exc()
             answered.error = server_error("the server failed; its log says why")
         return answered
@@ -184,7 +185,7 @@ def no_model(name: str, names: Sequence[str]) -> ApiError:
 def _as_api_error(error: TandemError) -> ApiError:
     if isinstance(error, ApiError):
         return error
-    # A template's message repeats the prompt.
+    # A template's message may repeat the prompt; its reason does not.
     reason = error.reason if isinstance(error, TemplateError) else None
     code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
     return ApiError(400, str(error), reason=reason, code=code)

@@ -18,7 +18,7 @@ from tandem.engine.helper import answer, answer_in_fork, jobs, read
 from tandem.server.preparing import Job, Preparer
 
 SHORT, LONG = b"s", b"l"
-# The HTTP side goes first, and what it does for its clients before what is long.
+# Nice values: the HTTP side has priority, and short jobs have priority over long ones.
 _NICENESS, _NICER = 2, 3
 
 
@@ -32,7 +32,7 @@ class Pickled(NamedTuple):
 def main() -> None:
     """Serve until stdin ends."""
     os.nice(_NICENESS)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # whose threads a fork would not have
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork would not have its threads
     control = socket.socket(fileno=0)
     with contextlib.suppress(EOFError):
         first: Pickled = read(control)
@@ -43,7 +43,7 @@ def main() -> None:
             os.nice(_NICER)
             return preparer.answer(job)
 
-        gc.freeze()  # else the first collection in a fork copies all of it
+        gc.freeze()  # otherwise the first collection in a fork copies all of the memory
         for kind, connection in jobs(control):
             if kind == SHORT:
                 answer(connection, preparer.answer)

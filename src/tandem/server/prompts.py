@@ -15,11 +15,11 @@ from tandem.server.helper_process import HelperProcess
 from tandem.server.preparing import Answered, Job, Setup
 from tandem.server.prompt_process import LONG, SHORT, Pickled, main
 
-# A fork costs some milliseconds, which are much to a shorter body.
+# Forking takes some milliseconds, too much for a shorter body.
 _SHORT_BODY_BYTES = 64 << 10
-# On their way at a time: a short one is there when the one before it is done.
+# Jobs sent at a time. A short job is already there when the previous one ends.
 _MOST_SHORT, _MOST_LONG = 4, 2
-# A chat template alone is ended after 3 seconds of processor time.
+# A chat template alone is stopped after 3 seconds of CPU time.
 _SHORT_SECONDS = 60.0
 
 

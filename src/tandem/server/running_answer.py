@@ -49,7 +49,7 @@ class RunningAnswer:
         self._endpoint, self._requests = endpoint, prepared.requests
         self._began = time.monotonic()
         self._first: float | None = None
-        self._latest: dict[int, float] = {}  # when the last token came, by request
+        self._latest: dict[int, float] = {}  # request -> time of its last token
         self._tokens = 0
         self._status: str | None = None
         self._engine = engine

@@ -41,7 +41,7 @@ from tandem.server.running_answer import RunningAnswer, unless_gone
 _log = logging.getLogger("tandem.server")
 _KEEP_ALIVE_SECONDS = 15.0
 _DEADLINE = "X-Tandem-Deadline"
-# So many names of ignored fields and of other models are logged, each once.
+# At most so many names of ignored fields and of other models are logged, each once.
 _MOST_NOTED = 256
 
 
@@ -177,7 +177,7 @@ class Server:
     def _tables(self) -> Tables:
         """Return the inputs of the grammar process's tables."""
         info = self.engine.info
-        assert info is not None  # a grammar belongs to a body that was prepared for the model
+        assert info is not None  # only bodies prepared for the model have grammars
         return Tables.of(self.tokenizer, info.vocabulary, info.end_ids)
 
     @contextlib.contextmanager
@@ -310,7 +310,7 @@ def _deadline(request: Request) -> float | None:
     except ValueError:
         seconds = 0.0
     if seconds is not None and not 0 < seconds < math.inf:
-        raise ApiError(400, f"{_DEADLINE} is no number of seconds above 0", param=_DEADLINE)
+        raise ApiError(400, f"{_DEADLINE} is not a number of seconds above 0", param=_DEADLINE)
     return seconds
 
 

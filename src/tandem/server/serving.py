@@ -25,14 +25,15 @@ from tandem.server.log import written_in_a_thread
 from tandem.server.options import ServerOptions, is_loopback, require_key
 from tandem.server.service import Server
 
-# `cli.main` collects garbage seldom, as a start leaves none. After its 200,000 objects a server's
-# collection takes a third of a second, in which no client is answered. Python's own 700, 10, 10
-# leave the cycles of many requests to one long collection: here it comes five times as often.
+# `cli.main` collects garbage rarely, because a start leaves none. In a server, a collection after
+# its 200,000 objects takes a third of a second, in which no client is answered. With Python's own
+# 700, 10, 10 the cycles of many requests wait for one long collection. These numbers make it five
+# times as frequent.
 _OBJECTS_PER_COLLECTION = (700, 10, 2)
 _LOCAL_NAMES = ["localhost", "127.0.0.1", "[::1]"]
-# The seconds that uvicorn gives streams to end after they got the reason.
+# Seconds that uvicorn gives streams to end after they were sent the reason.
 _LAST_SECONDS = 3
-# So many connections wait in the kernel.
+# Connections that wait in the kernel.
 _KERNEL_QUEUE = 1024
 
 
@@ -128,7 +129,7 @@ async def _serve(
     limits = ConnectionLimits(connections=most_connections())
     connections = Connections(limits, answer_at_once=SignOfLife(names))
     server = _Uvicorn(app, connections, engine, options.shutdown_timeout)
-    gc.freeze()  # what is here stays, and is not looked through again
+    gc.freeze()  # the objects so far stay, so collections skip them
     gc.set_threshold(*_OBJECTS_PER_COLLECTION)
     problem: list[TandemError] = []
 
@@ -141,7 +142,7 @@ async def _serve(
             problem.append(error)
             server.should_exit = True
 
-    await asyncio.sleep(0)  # Ctrl-C until here ends it before anything is started
+    await asyncio.sleep(0)  # Ctrl-C up to here ends the server before anything is started
     service.start()
     starting = asyncio.ensure_future(start_engine())
     try:
@@ -150,7 +151,7 @@ async def _serve(
         starting.cancel()
         service.close()
         await engine.close()
-    # The loop's own way of telling is lost where what it cancels ends at the same time.
+    # If the cancelled task ends at the same time, the loop loses the interrupt.
     if server.is_interrupted:
         raise KeyboardInterrupt
     if problem:
@@ -160,7 +161,7 @@ async def _serve(
 def _listen(host: str, port: int) -> socket.socket:
     """Bind the port now, so that an error comes before a model is loaded."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By its protocol asyncio knows TCP, and sends each part of an answer at once.
+    # With the protocol given, asyncio recognizes TCP and sends each part of an answer at once.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

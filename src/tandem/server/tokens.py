@@ -65,7 +65,7 @@ def _ids(requests: GenerationRequests, body: TokenizeRequest, info: ModelInfo) -
     if (text is None) == (body.messages is None):
         raise ApiError(400, "give either prompt (a text) or messages", param="prompt")
     if text is not None:
-        # vLLM adds special tokens unless told not to, llama.cpp only if told to.
+        # By default vLLM adds special tokens and llama.cpp does not.
         is_added = body.add_special if body.content is not None else body.add_special_tokens
         has_special = body.content is None if is_added is None else is_added
         return requests.text_ids(text, info, has_special=has_special)

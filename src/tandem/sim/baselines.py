@@ -17,8 +17,8 @@ _POPULARITY_DECAY = 0.995
 _TRANSITION_RATE = 1 / 32  # of the way towards what followed
 _TOKEN_RATE, _MEAN_RATE = 1 / 4, 1 / 64
 _MOST_TOKENS = 1024
-# Milliseconds in HybriMoE's released code: an expert on the GPU, the first one on the CPU beside
-# its tokens, a copy (papers.md 3.1).
+# Milliseconds in HybriMoE's released code: an expert on the GPU, the first expert on the CPU (on
+# top of its tokens), and a copy (papers.md 3.1).
 _RELEASED_GPU, _RELEASED_CPU_FIRST, _RELEASED_COPY = 0.5, 0.79, 0.4179
 
 
@@ -143,7 +143,7 @@ class TokenMemory(Prediction):
         """Start with all experts equally likely."""
         layers, experts, top_k = geometry
         self._mean = np.full((layers, experts), top_k / experts)
-        self._rows: dict[int, np.ndarray] = {}  # by token, the latest ones
+        self._rows: dict[int, np.ndarray] = {}  # the latest tokens -> their chances of experts
         self._tokens: Sequence[int] = ()
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
@@ -152,7 +152,8 @@ class TokenMemory(Prediction):
         for token in token_ids:
             row = self._rows.pop(token, None)
             self._rows[token] = self._mean.copy() if row is None else row
-        while len(self._rows) > max(_MOST_TOKENS, len(token_ids)):  # the longest unused goes
+        # Drop the tokens that were unused for the longest time.
+        while len(self._rows) > max(_MOST_TOKENS, len(token_ids)):
             del self._rows[next(iter(self._rows))]
 
     def observe(self, load: LayerLoad) -> None:

@@ -15,7 +15,7 @@ class Speed(NamedTuple):
     system: str
     batch: int
     gpu_experts: float
-    decode_tokens_per_second: float | None  # None: the limit left no decode step
+    decode_tokens_per_second: float | None  # None: the limit allowed no decode step
     prefill_tokens_per_second: float | None
 
 

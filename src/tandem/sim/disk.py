@@ -22,7 +22,7 @@ from tandem.sim.hit_rate import DemandCache, belady_hit_rate, demand_loads, hit_
 from tandem.sim.steps import LoadReader, Step, replay_steps
 from tandem.trace import RoutingTrace, TraceMeta
 
-# For a geometry and so many slots in each layer.
+# (geometry, number of slots per layer) -> policy.
 MakeEviction = Callable[[Geometry, int], Eviction]
 
 
@@ -135,7 +135,7 @@ class DiskConditions:
 class DiskTally:
     """The totals of a replay over a disk, of decode steps unless a name says otherwise."""
 
-    tokens: int = 0  # prompts' too
+    tokens: int = 0  # including prompts
     steps: int = 0  # likewise
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0

@@ -50,7 +50,7 @@ class Exact:
 class Partial(NamedTuple):
     """Partial answers, one per entry."""
 
-    gpu: Floats  # when the GPU has run what it has
+    gpu: Floats  # when the GPU has computed its experts
     cpu: Floats
     fetches: Ints
     mask: npt.NDArray[np.uint64]  # of experts on the GPU
@@ -109,7 +109,8 @@ def solve(
 ) -> list[bool] | None:
     """Return which experts the optimum puts on the GPU; None if nothing is below `best`."""
     ratio = np.divide(gpu, cpu, out=np.full(len(cpu), np.inf), where=cpu > 0)
-    order = np.lexsort((ratio, ~absent))  # absent ones first: only they count against the limit
+    # Absent experts first, because only they count against the limit.
+    order = np.lexsort((ratio, ~absent))
     is_limited = max_fetches < int(absent.sum())
     partial = Partial.start()
     for place, i in enumerate(order):
@@ -134,8 +135,8 @@ class Relaxation:
 
     def bound(self, cpu: Floats, gpu: Floats, slowdown: float = 1.0) -> Floats:
         """Return a lower bound on max(T_gpu, slowdown * T_cpu) for partial sums (cpu, gpu)."""
-        # On the line between neighbouring prefixes gpu rises and cpu falls; where they are equal
-        # is the bound, by interpolation of their difference.
+        # Between neighbouring prefixes gpu rises and cpu falls linearly. The bound is where they
+        # are equal, found by interpolating their difference.
         difference = self._gpu - slowdown * self._cpu  # rising
         gap = slowdown * cpu - gpu
         at_gpu = np.interp(gap, difference, self._gpu)

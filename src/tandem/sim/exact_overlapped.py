@@ -72,7 +72,7 @@ class _Rest:
         self._residents = Relaxation(cpu[list(residents)], gpu[list(residents)])
         slowest_first = np.sort(cpu[list(absent)])[::-1]
         quickest_first = np.sort(gpu[list(absent)])
-        # by number of fetches among them
+        # By number of fetches among them.
         self._cpu = cpu[list(absent)].sum() - np.concatenate(([0.0], np.cumsum(slowest_first)))
         self._cpu[-1] = 0.0
         self._gpu = np.concatenate(([0.0], np.cumsum(quickest_first)))

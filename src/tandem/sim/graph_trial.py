@@ -24,12 +24,13 @@ from tandem.sim.start import SIMULATED_STARTS
 from tandem.sim.typical_routing import ONE_WRONG_IN, typical_routing
 from tandem.trace import RoutingTrace
 
-# A second launch in every layer must bring so much: routing differs from what is typical.
+# Gain that a second launch in every layer must bring, because real routing differs from typical
+# routing.
 LEAST_GAIN = 1.02
 _STEPS = 24
 _HEAT_SEQUENCES = 4
-# Of the experts that `regression` names, so many in a hundred come: 74 and 78 of gpt-oss-20b's and
-# DeepSeek-V2-Lite's (docs/policies.md).
+# One in so many of the experts that `regression` names is wrong: 74 and 78 % come on gpt-oss-20b
+# and DeepSeek-V2-Lite (docs/policies.md).
 _REGRESSION_ONE_WRONG_IN = 4
 
 
@@ -52,7 +53,7 @@ def settled(
     """
     num_experts = geometry.num_layers * geometry.num_experts
     if num_slots >= num_experts and not settings.copies_prompts:
-        return settings  # no slot is taken from experts that are all there
+        return settings  # all experts are resident, so none should lose a slot
     if not 0 < num_slots < num_experts:
         return settings.with_predictions(())
     tries_rules = settings.assignment is None and shape.second_launch_seconds > 0

@@ -21,7 +21,7 @@ from tandem.trace import RoutingTrace
 NEVER = 1 << 60
 
 
-# Takes one layer's load, its hits, its (newcomer, victim or -1) keys, and their rule, for dumps.
+# Called for dumps with a layer's load, its hits, its (newcomer, victim or -1) keys and their rule.
 Demand = Callable[[LayerLoad, Sequence[int], list[tuple[int, int]], str], None]
 
 

@@ -33,12 +33,13 @@ class Compared(NamedTuple):
 
     problem: LayerProblem
     split: Split
-    optimal_seconds: float | None  # None where it was not computed
+    optimal_seconds: float | None  # None: not computed
 
 
-# Step, load, plan, its comparison, the rule of eviction that the layer follows, seconds.
+# Called with the step, the load, the plan, its comparison, the layer's eviction rule, and seconds.
 Watch = Callable[[int, LayerLoad, LayerPlan, Compared, str, float], None]
-# Every so many-th layer is compared with the exact optimum; prime, so that it reaches all layers.
+# One layer in so many is compared with the exact optimum. The number is prime, so that all layers
+# have their turn.
 COMPARE_EVERY = 31
 
 
@@ -58,9 +59,9 @@ class Tally:
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     demands: int = 0  # active experts
-    hits: int = 0  # of them, resident and ready when planned
+    hits: int = 0  # demands that were resident and ready when planned
     copies: int = 0
-    reads: int = 0  # of experts, from a disk
+    reads: int = 0  # experts read from a disk
     prefetch_issued: int = 0
     prefetch_useful: int = 0
     decode_steps: int = 0
@@ -113,8 +114,9 @@ class ReplaySettings:
     compare_every: int = COMPARE_EVERY  # 0: never
     speculation: SpeculationChoice | None = None
     memory: HostShare | None = None  # over the profile's disk; None: memory has all experts
-    in_graph: bool = False  # whether decode steps of few tokens are one graph
-    tables: Native | None = None  # in which policies learn; None: slow ones with the same answers
+    in_graph: bool = False  # whether small decode steps are one graph
+    # Tables in which policies learn; None: slow ones that give the same answers.
+    tables: Native | None = None
 
 
 def replay(
@@ -163,7 +165,7 @@ class _Replay:
             self._memory = HostTier(trace.meta.geometry, run.memory, states, read_seconds)
         self._timeline = clock or Timeline(profile, run.shape, self._memory)
         self._by_equations = functools.cache(functools.partial(_by_equations, run.settings))
-        self._graph_tokens = 0  # of the step that runs; 0: it is planned
+        self._graph_tokens = 0  # tokens of the current step; 0 if it is planned
         self._watch = watch
         self._touched = TouchedExperts(lambda: self._planner)
         self._decoding = (

@@ -32,11 +32,12 @@ class Conditions:
     batch: int = 1
     prompt: int = 16
     limit: int = 1 << 60
-    shape: str | None = None  # None: by the trace's model
+    shape: str | None = None  # None: the shape of the trace's model
     start: str = "empty"
-    hold_out: int = 0  # sequences at the end of the trace that are kept out; they give "hottest"
+    # Last sequences of the trace, which are not replayed; "hottest" starts from them.
+    hold_out: int = 0
     compare_every: int = COMPARE_EVERY
-    host_path: str | None = None  # whose host costs are charged; None: the profile's usual one
+    host_path: str | None = None  # path whose host costs are charged; None: the profile's default
     speculation: SpeculationChoice | None = None
     memory: HostShare | None = None  # over the profile's disk; None: memory has all experts
 
@@ -135,7 +136,7 @@ def _replayed(
         batch=conditions.batch,
         prompt=conditions.prompt,
         limit=conditions.limit,
-        # The optima know no disk.
+        # The optima do not model a disk.
         compare_every=conditions.compare_every if conditions.memory is None else 0,
         speculation=conditions.speculation,
         memory=conditions.memory,
@@ -192,7 +193,8 @@ def simulate(
     progress: Progress | None = None,
 ) -> Report:
     """Return what `tandem simulate` reports about one trace."""
-    costs = conditions.costs(trace, settings)  # raises for an unknown shape before a long replay
+    # First, so that an unknown shape fails before a long replay.
+    costs = conditions.costs(trace, settings)
     settings = conditions.settled(trace, settings)
     dump = None
     if dump_to is not None:

@@ -25,8 +25,7 @@ from tandem.sim.timeline import Timeline
 from tandem.trace import RoutingTrace
 
 AUTO = "auto"
-# Chances of a layer's tokens are drawn from a beta distribution of this sample size: many are near
-# 0 or 1.
+# Sample size of the beta distribution from which a layer's chances are drawn: many are near 0 or 1.
 _SPREAD = 1.5
 
 

@@ -20,7 +20,7 @@ class Step(NamedTuple):
 
     tokens: Ints  # indices into the trace
     is_prefill: bool
-    num_new: int  # of them, tokens that the sequences have afterwards; others were drafted wrongly
+    num_new: int  # those that the sequences keep; the others are rejected drafts
 
 
 class Decoding(Protocol):

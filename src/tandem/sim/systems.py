@@ -21,7 +21,7 @@ from tandem.sim.exact_overlapped import ExactOverlapped
 # llama.cpp moves experts to the GPU for batches of at least this many tokens (its op offload).
 LLAMA_STREAM_TOKENS = 32
 
-# Oracles, and the predictions and prefetches of papers, beside what Tandem runs with.
+# The simulator adds oracles, and predictions and prefetches from papers, to Tandem's own policies.
 _OWN = PlannerSettings.policies
 POLICIES = Policies(
     assignments=_OWN.assignments.extended(

@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
 class Memory(Protocol):
     """Memory over a disk."""
 
-    read_seconds: float  # of one expert
+    read_seconds: float  # per expert
 
     def has(self, layer: int, expert: int) -> bool:
         """Tell whether an expert is in memory."""
@@ -62,14 +62,14 @@ class Timeline:
         self.now = 0.0
         self.costs = CostTable(shape)
         self.cpu_busy = self.gpu_busy = self.link_busy = 0.0
-        self.watchers = 0  # a virtual clock counts all busy times anyway
+        self.watchers = 0  # a virtual clock always counts busy times
         self._cpu_slowdown = profile.cpu_slowdown_while_copying
         self._link_slowdown = profile.link_slowdown_while_computing
         self._link_free = self._disk_free = 0.0
         self.num_reads = 0
         self._come: dict[tuple[int, int], float] = {}  # when this layer's reads end
         self._memory = memory
-        self._dense = (1, self.costs.dense(1))  # of the tokens that were asked for last
+        self._dense = (1, self.costs.dense(1))  # (tokens, seconds) of the latest query
         self._under_way: deque[Arrival] = deque()
 
     def run_dense(self, num_tokens: int) -> None:

@@ -14,12 +14,13 @@ import numpy as np
 from tandem.policy.plan import Geometry
 from tandem.trace import RoutingTrace, TraceMeta
 
-# Spread of the logarithm of popularity, and what being the previous token's adds to it.
+# Standard deviation of log popularity; what an expert of the previous token gains on top.
 _POPULARITY_SPREAD = 0.55
 _PERSISTENCE = 1.2
 SEED = 0
-# Of the experts that a router asked ahead names, 79.5 and 93.3 in a hundred come in DALI's table 2
-# (DeepSeek-V2-Lite, Qwen3-30B-A3B), 91 to 92 on the demo model (docs/papers.md).
+# Of the experts that a router asked ahead names, one in so many is wrong. Right are 79.5 and 93.3 %
+# in DALI's table 2 (DeepSeek-V2-Lite, Qwen3-30B-A3B), 91 to 92 % on the demo model
+# (docs/papers.md).
 ONE_WRONG_IN = 6
 
 
@@ -37,7 +38,7 @@ def typical_routing(
     for _ in range(num_sequences):
         persistent = np.zeros(shape)
         for _ in range(num_tokens):
-            # The largest of scores with Gumbel noise are a draw without putting back.
+            # The largest scores after adding Gumbel noise are a sample without replacement.
             scores = popularity + persistent + random.gumbel(size=shape)
             chosen = np.argpartition(-scores, geometry.top_k - 1, axis=1)[:, : geometry.top_k]
             persistent = np.zeros(shape)

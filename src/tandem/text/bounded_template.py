@@ -22,7 +22,7 @@ T = TypeVar("T")
 CPU_SECONDS = 3.0
 MOST_BYTES = 1 << 30
 _LOOK_SECONDS = 0.05
-# Looks at a thread that has been told to end, before it is left alone.
+# Checks of a thread that has been told to end, before it is abandoned.
 _MOST_LOOKS = 200
 
 
@@ -75,7 +75,7 @@ def bounded(render: Callable[[], T]) -> T:
 
 def _takes_too_much(thread: threading.Thread, bytes_before: int) -> bool:
     """Tell whether a thread has used up its time, or the process its memory."""
-    with contextlib.suppress(OSError):  # it has ended meanwhile
+    with contextlib.suppress(OSError):  # the thread has ended meanwhile
         if thread.ident is not None and thread.is_alive():
             seconds = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
             return seconds > CPU_SECONDS or process_bytes() - bytes_before > MOST_BYTES

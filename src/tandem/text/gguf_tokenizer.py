@@ -8,8 +8,9 @@ from tandem.checkpoint.sources.gguf import config_of, read_gguf_header
 from tandem.core.errors import ModelError
 from tandem.foreign_types import PreTrainedConfig, Tokenizer
 
-# What tokenizers split differently: digits, runs of spaces and lines, marks, scripts, emoji. All of
-# it is composed: Qwen's classes compose characters, and are taken for some models in any case.
+# Text that tokenizers split differently: digits, runs of spaces and lines, marks, scripts, emoji.
+# All characters are composed, because Qwen's tokenizers compose them, and some models use those
+# classes anyway.
 _PROBE = (
     "It's 1234567 + 0.5e-10 = ?  two   three\t\ttabs\n\n\n  def f(x):\r\n    return [x]*2; // "
     "Größe naïve Привет γεια مرحبا नमस्ते 你好。世界 こんにちは 안녕 🙂 "

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tandem.core.errors import ConfigError
 from tandem.foreign_types import Tokenizer
 
-# The longest token of a vocabulary is looked for only for a text of more characters.
+# Only longer texts are compared with the vocabulary's longest token.
 _SHORT_CHARACTERS = 1 << 16
 _PANICS = "pyo3_runtime"
 
@@ -22,7 +22,7 @@ class TextTooLongError(ConfigError):
     def __init__(self, num_tokens: int | str, most_tokens: int) -> None:
         """State the text's number of tokens, or "at least" some number."""
         super().__init__(
-            # Clients know a full context by these words of OpenAI's and Anthropic's.
+            # Clients recognize a full context by these words of OpenAI's and Anthropic's messages.
             f"the prompt is too long: this model's maximum context length is {most_tokens} tokens "
             f"for prompt and answer together, and the prompt has {num_tokens}; shorten it"
         )
@@ -37,7 +37,7 @@ def require_room(tokenizer: Tokenizer, num_characters: int, most_tokens: int | N
         raise TextTooLongError(f"at least {num_characters // longest}", most_tokens)
 
 
-@functools.lru_cache(maxsize=4)  # to list a vocabulary takes a tenth of a second
+@functools.lru_cache(maxsize=4)  # listing a vocabulary takes a tenth of a second
 def _longest_token(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -48,7 +48,8 @@ def token_ids(
     """Return a text's token ids; `ConfigError` if there must be more than `most_tokens`."""
     require_room(tokenizer, len(text), most_tokens)
     with told_panics():
-        # What is too long by less is refused later, in better words than the tokenizer's own.
+        # A text that is slightly too long is refused later, with a better message than the
+        # tokenizer's.
         encoded = tokenizer(text, add_special_tokens=has_special, verbose=False)
         return list(encoded["input_ids"])
 

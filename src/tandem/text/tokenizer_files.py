@@ -20,10 +20,10 @@ _FILES = (
     "processor_config.json", "preprocessor_config.json",
 )  # fmt: skip
 _STEPS_IN = ("normalizers", "decoders", "pretokenizers", "processors")
-# Published tokenizers: 2 for a replacement, up to 33 for SentencePiece's table of characters.
+# Growth in published tokenizers: 2 for a replacement, up to 33 for SentencePiece's character table.
 _MOST_GROWTH = 500
 _MOST_STEPS = 100
-_MOST_ADDED = 1000  # tokens around a text
+_MOST_ADDED = 1000  # tokens added around a text
 _LONGEST_AFFIX = 64  # characters
 _AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
@@ -92,7 +92,7 @@ def _growth(step: JsonObject) -> float:
         case {"type": "Replace", "content": str(content), "pattern": {"String": str(found)}}:
             return max(1.0, len(content) / len(found)) if found else len(content) + 1.0
         case {"type": "Replace", "content": str(content)}:
-            return len(content) + 1.0  # of a regular expression, which may match nothing
+            return len(content) + 1.0  # a regular expression may match the empty string
         case {"type": "Prepend", "prepend": str(content)}:
             return len(content) + 1.0
         case {"type": "Precompiled", "precompiled_charsmap": str(charsmap)}:
@@ -105,7 +105,7 @@ def _longest_replacement(charsmap: str) -> int:
     try:
         table = base64.b64decode(charsmap)
     except (binascii.Error, ValueError):
-        return 1  # the tokenizers package refuses it
+        return 1  # the tokenizers package will refuse it
     begin = 4 + int.from_bytes(table[:4], "little")
     return max(1, max(map(len, table[begin:].split(b"\0"))))
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-# Kinds of steps, by torch's names; the numbers are those in `_apply`.
+# Numbers of the kinds of steps, by torch's names; `_apply` uses the same.
 KINDS = {
     name: number
     for number, name in enumerate(
@@ -25,7 +25,7 @@ KINDS = {
 MOST_SOURCES, MOST_STEPS = 4, 12
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BLOCK = 1024
-_LINEAR_FROM = constexpr(20.0)  # of softplus, as torch has it
+_LINEAR_FROM = constexpr(20.0)  # above it softplus is linear, as in torch
 
 
 class Chain(NamedTuple):
@@ -56,7 +56,7 @@ def _of_one(kind: constexpr, a: tensor) -> tensor:
     elif kind == 3:
         a = tl.where(a > _LINEAR_FROM, a, tl.log(1.0 + tl.exp(tl.minimum(a, _LINEAR_FROM))))
     elif kind == 4:
-        a = tl.where(a < 0.0, 0.0, a)  # what is no number stays so
+        a = tl.where(a < 0.0, 0.0, a)  # keeps NaN
     elif kind == 5:
         a = tl.exp(a)
     elif kind == 6:
@@ -164,7 +164,7 @@ def _chain(
 ) -> Tensor:
     """Compute `chain` as one torch operation."""
     out = torch.empty(shape, dtype=dtype, device=sources[0].device)
-    # Dense values are one column: one kernel, however many there are.
+    # Contiguous values count as one column, so that one kernel serves all shapes.
     is_dense = all(x.expand(shape).is_contiguous() for x in sources)
     strides = [(1, 0) if is_dense else strides_in(x, shape) for x in sources]
     rest = MOST_SOURCES - len(sources)

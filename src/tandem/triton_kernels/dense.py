@@ -22,7 +22,7 @@ from tandem.triton_kernels.experts import DEFAULT_TILINGS, VECTOR_LANES, table_o
 from tandem.triton_kernels.packed import Packed, packed_as
 from tandem.triton_kernels.rows import MAX_VECTOR_TOKENS, block_rows, vector_tokens
 
-_MATRIX_UNITS = (8, 0)  # the capability from which on Triton can use them
+_MATRIX_UNITS = (8, 0)  # the oldest capability on which Triton uses them
 
 
 class DeviceWeight(NamedTuple):

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-# The numbers of kernels.native.ActivationKind; PLAIN leaves rows as they are, for an activation
-# that only the model's own code knows.
+# The numbers of kernels.native.ActivationKind. PLAIN applies no activation: the model's own code
+# does.
 SWIGLU = constexpr(0)
 GELU_TANH_GATE = constexpr(1)
 RELU2 = constexpr(2)
@@ -32,7 +32,7 @@ class Epilogue:
 def gated(gate: tensor, up: tensor, epilogue: constexpr) -> tensor:
     """Return activation(gate, up); see `NativeActivation`."""
     if epilogue.activation == GELU_TANH_GATE:
-        # 0.5 * (1 + tanh(z)) is sigmoid(2 z); the numbers are those of GELU's tanh form.
+        # 0.5 * (1 + tanh(z)) is sigmoid(2 z); the constants are those of GELU's tanh form.
         z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         inner = gate * _sigmoid(2 * z) * up
     elif epilogue.activation == LIMITED_SILU:

@@ -19,9 +19,10 @@ from tandem.triton_kernels.packed import Extent, Packed, extent_of, packed_as
 from tandem.triton_kernels.rows import GroupedRows, vector_tokens
 
 VECTOR_LANES = 32
-# Chunks times tokens of a vector kernel: each takes two registers of fp32, and more spill.
+# Largest number of chunks times tokens in a vector kernel. Each takes two fp32 registers; more
+# would spill.
 _MOST_SUMS = 256
-_PLAIN = -1  # of epilogue.py
+_PLAIN = -1  # PLAIN of epilogue.py
 _COMBINE_COLS = 1024
 
 
@@ -29,7 +30,7 @@ class Tiling(NamedTuple):
     """The size of a program's tile. It affects speed, not results."""
 
     block_lanes: int
-    block_cols: int  # columns of weights in registers at once
+    block_cols: int  # columns of weights in registers at a time
     num_warps: int
     num_stages: int = 3
 
@@ -42,7 +43,7 @@ class Tilings(NamedTuple):
     """
 
     vector: Tiling = Tiling(VECTOR_LANES, 512, 4)
-    vector_many: Tiling = Tiling(VECTOR_LANES, 256, 4)  # from 3 tokens an expert on
+    vector_many: Tiling = Tiling(VECTOR_LANES, 256, 4)  # for 3 or more tokens per expert
     matrix: Tiling = Tiling(64, 64, 4)
     matrix_large: Tiling = Tiling(128, 64, 8)
     ordinary: Tiling = Tiling(64, 16, 4)
@@ -62,10 +63,11 @@ class Tilings(NamedTuple):
         self, packed: Packed, block_rows: int, dtype: torch.dtype, *, has_matrix_units: bool
     ) -> dict[str, Any]:
         """Return the constants that the matrix kernels are compiled for, besides the matrix."""
-        is_fp32 = dtype == torch.float32  # which the matrix units would round
+        is_fp32 = dtype == torch.float32  # the matrix units would round fp32
         on_matrix_units = has_matrix_units and not is_fp32
         tiling = self._of_matrix(block_rows, on_matrix_units=on_matrix_units)
-        if packed.table and not on_matrix_units:  # an address more, where registers are all taken
+        # The table's address takes registers, and none are left.
+        if packed.table and not on_matrix_units:
             tiling = tiling._replace(num_stages=1)
         return {
             "block_rows": block_rows,
@@ -83,8 +85,8 @@ class Tilings(NamedTuple):
 
 
 DEFAULT_TILINGS = Tilings()
-_MOST_VALUES = 16  # of a table
-_EIGHT_PLACES = (0, 8, 16, 24, 4, 12, 20, 28)  # of eight columns' codes in a dword
+_MOST_VALUES = 16  # values of a table
+_EIGHT_PLACES = (0, 8, 16, 24, 4, 12, 20, 28)  # bit positions of eight columns' codes in a dword
 
 
 class TritonExperts:
@@ -221,7 +223,7 @@ def table_on(values: tuple[float, ...], lines_of: int, device: torch.device) -> 
         table[: len(values)] = torch.tensor(values, device="cpu")
         if lines_of >= 0:
             lines = torch.tensor(_native.grid_lines(lines_of), device="cpu")
-            is_of_eight = len(values) == 8  # two bits of a line for each
+            is_of_eight = len(values) == 8  # each value takes two bits of a line
             bits, places = (2, _EIGHT_PLACES) if is_of_eight else (4, _EIGHT_PLACES[:4])
             words = torch.zeros_like(lines)
             for number, place in enumerate(places):

@@ -36,7 +36,7 @@ _LOST = constexpr(-1)
 @triton.jit
 def ring(doorbell: tensor, on_gpu: constexpr) -> None:
     """Set a word after all writes of this program, in the order that the host sees."""
-    tl.debug_barrier()  # what all threads have written, before one of them rings
+    tl.debug_barrier()  # all threads' writes come before the ring
     if on_gpu:
         tl.inline_asm_elementwise(
             _FENCE, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1

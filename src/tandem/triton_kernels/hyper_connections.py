@@ -18,7 +18,7 @@ from tandem.kernels.hyper_connections import HyperConnection
 _BLOCK_VALUES = 256
 _BLOCK_COLS = 256
 _WARPS = 4
-_LOWEST = constexpr(-1e30)  # of no row, from which an infinity could not be taken
+_LOWEST = constexpr(-1e30)  # stands for missing rows; finite, because -inf minus -inf is NaN
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def weigh_streams(
             place = tl.arange(0, block_streams * block_streams)
             source, target = place // block_streams, place % block_streams
             is_there = (source < num_streams) & (target < num_streams)
-            place = num_streams + source * num_streams + target  # among the weights
+            place = num_streams + source * num_streams + target  # index among the weights
             scale = tl.load(scales + 2) * factor
             given = _rows(
                 sums, base, scale, num_streams + place, is_there, num_rows, num_parts, block_parts

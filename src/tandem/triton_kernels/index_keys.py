@@ -70,7 +70,8 @@ def score_index_keys(
             at = query + token * query_stride + head[:, None] * query_head_stride + col[None, :]
             heads = tl.load(at, mask=is_head[:, None] & (col < dim)[None, :], other=0.0)
             dots = tl.dot(heads.to(tl.float32), tl.trans(some), input_precision="ieee") * scale
-            # What is no number stays none; heads that there are not have met infinite keys, too.
+            # Keeps NaN of real heads. Missing heads may be NaN from infinite keys, so they are set
+            # to 0.
             dots = tl.where((dots < 0.0) | ~is_head[:, None], 0.0, dots)
             weight = tl.load(weights + token * weight_stride + head, mask=is_head, other=0.0)
             total += tl.reduce(dots * weight.to(tl.float32)[:, None], 0, tl.standard._sum_combine)
@@ -104,7 +105,7 @@ def score_prompt_keys(
             at = query + line[:, None] * query_stride + head * query_head_stride + col[None, :]
             own = tl.load(at, mask=is_token[:, None] & is_col, other=0.0).to(tl.float32)
             dots = tl.dot(own, tl.trans(some), input_precision="ieee") * scale
-            dots = tl.where(dots < 0.0, 0.0, dots)  # what is no number stays none
+            dots = tl.where(dots < 0.0, 0.0, dots)  # keeps NaN
             weight = tl.load(weights + line * weight_stride + head, mask=is_token, other=0.0)
             total += dots * weight.to(tl.float32)[:, None]
         is_seen = is_token[:, None] & (number[None, :] < num_whole[:, None])
@@ -119,7 +120,7 @@ def _codes(scores: tensor, number: tensor, num_whole: tensor) -> tensor:
     """
     score = tl.load(scores + number, mask=number < num_whole, other=0.0)
     score = tl.where(score != score, _INFINITY, score)
-    score = tl.where(score == 0.0, 0.0, score)  # of two zeros none is greater
+    score = tl.where(score == 0.0, 0.0, score)  # +0 and -0 must compare equal
     bits = score.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
     return tl.where(number < num_whole, ordered, 0)
@@ -132,7 +133,7 @@ def _threshold(scores: tensor, num_whole: tensor, most: tensor, block_scores: co
     It is found eight bits at a time, from the highest, by counting digits.
     """
     digits = tl.arange(0, _DIGITS)
-    code = (num_whole - num_whole).to(tl.int64)  # the bits that are known
+    code = (num_whole - num_whole).to(tl.int64)  # the bits found so far
     left = num_whole - num_whole + most
     for part in range(4):
         shift = 24 - 8 * part
@@ -176,7 +177,7 @@ def select_index_keys(
         scores += token * num_scores
         least, num_least = _threshold(scores, num_whole, most, block_scores)
         done = num_whole - num_whole
-        seen = done  # of the least
+        seen = done  # number of keys so far that equal the least
         for start in range(0, num_whole, block_scores):
             number = start + tl.arange(0, block_scores)
             found = _codes(scores, number, num_whole)

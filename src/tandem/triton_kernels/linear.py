@@ -71,7 +71,7 @@ def _lanes_of_few_rows(
     scales = scale_section(address, scales_offset, packed)
     rows = ()
     for token in tl.static_range(num_tokens):
-        # A row beyond the last repeats it; its result is not stored.
+        # Tokens beyond the last repeat the last row; their results are not stored.
         rows = rows + (tl.minimum(num_rows - 1, token).to(tl.int64),)
     products = lane_products(
         data, scales, x, rows, block, lane, table, num_cols, num_blocks, num_chunks, packed,
@@ -120,7 +120,7 @@ def few_rows_of_three(
 
     The layers' arguments are separate, because Triton would compile a tuple of them for its values.
     """
-    first_b = (num_blocks + 1) // 2  # a program has 32 lanes, two blocks
+    first_b = (num_blocks + 1) // 2  # one program has 32 lanes, which are two blocks
     first_c = first_b + (num_blocks_b + 1) // 2
     program = tl.program_id(0)
     is_a, is_b = program < first_b, program < first_c

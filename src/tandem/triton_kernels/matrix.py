@@ -134,7 +134,7 @@ def _store_up(
     """Write the activation of a tile; see `matrix_up`."""
     row = row.to(tl.int64)
     if epilogue.is_gated:
-        # Blocks of 16 gate and 16 up lanes alternate.
+        # Blocks of 16 gate lanes and 16 up lanes alternate.
         half_lanes: constexpr = block_lanes // 2
         pairs = tl.reshape(values, (block_rows, block_lanes // 32, 2, 16))
         gate, up = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
@@ -179,7 +179,7 @@ def matrix_up(
     """Write activation(up projection): inner (n_rows, num_rows); see `vector_up`."""
     expert = tl.load(tile_expert + tl.program_id(1))
     first, end = tl.load(tile_first + tl.program_id(1)), tl.load(begin + expert + 1)
-    if first >= end:  # one of the tiles that there might have been
+    if first >= end:  # an unused tile: the grid has room for the worst case
         return
     row = first + tl.arange(0, block_rows)
     is_row = row < end
@@ -212,7 +212,7 @@ def matrix_down(
     """Write the down projection: out (n_rows, num_rows) fp32, num_rows being the hidden size."""
     expert = tl.load(tile_expert + tl.program_id(1))
     first, end = tl.load(tile_first + tl.program_id(1)), tl.load(begin + expert + 1)
-    if first >= end:  # one of the tiles that there might have been
+    if first >= end:  # an unused tile: the grid has room for the worst case
         return
     row = first + tl.arange(0, block_rows)
     is_row = row < end

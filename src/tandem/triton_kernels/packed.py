@@ -71,7 +71,7 @@ def packed_as(fmt: WeightFormat) -> Packed:
     assert len(higher) <= 1, "codes have at most two planes"
     per_chunk = 32 // low_bits
     factor, offset = _factor_and_offset(encoding)
-    # Nibbles hold a scale and its minimum.
+    # A nibble line holds a scale and a minimum.
     lines = 1 if encoding.scale == "nibble" else encoding.lines
     group_cols = fmt.group_size or 0
     return Packed(
@@ -115,9 +115,9 @@ def extent_of(
 def _factor_and_offset(encoding: Encoding) -> tuple[float, float]:
     """Return factor and offset of the kernels' biased values, before scaling."""
     match encoding.element:
-        case "integer":  # the code becomes the upper mantissa of a number from 1 to 2
+        case "integer":  # the code becomes the upper bits of the mantissa of a number from 1 to 2
             return float(1 << encoding.bits), float(-(1 << encoding.bits) - encoding.offset)
-        case "e4m3":  # in a half's bits, whose exponent counts from another number
+        case "e4m3":  # the bits become a half's, whose exponent has another bias
             return 256.0, 0.0
         case "e2m1":
             return 16384.0, 0.0

@@ -100,7 +100,7 @@ def convolve_tokens(
         for i in tl.static_range(width - 1):
             at = num_certain + (i + 1 - width)
             new = _input(x, state, logged, at, token_stride, num_again, mask, channels, width)
-            tl.debug_barrier()  # an input is read from a later row than it is written to
+            tl.debug_barrier()  # inputs are read from later rows than those they are written to
             tl.store(state + i * channels, new, mask=mask)
         logged += (1 - 2 * half) * most_drafted * channels
         for t in range(num_certain, num_tokens):

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Up to so many tokens per expert the vector kernels serve; more go to the matrix units.
+# Vector kernels serve up to this many tokens per expert; for more, matrix units are used.
 MAX_VECTOR_TOKENS = 8
-# Rows of a matrix kernel's tile, and how many tokens a vector kernel computes at most: each size is
-# a kernel that must be compiled. Products of 2 tokens hide behind the weights as those of 4 do.
+# Rows of a matrix kernel's tile, and the most tokens of a vector kernel. Each size is a kernel to
+# compile. There is no size of 2 tokens, because the products of 4 are hidden behind reading the
+# weights, too.
 TILE_ROWS = (32, 64, 128)
 VECTOR_TOKENS = (1, 4, MAX_VECTOR_TOKENS)
-# Arguments of kernels that lie anywhere in a table: a kernel for each alignment would be compiled.
+# Arguments of kernels that point into a table. Triton would compile a kernel for each alignment.
 TABLES = ("addresses", "begin", "row_token", "tile_expert", "tile_first", "row_of", "weights")
 
 

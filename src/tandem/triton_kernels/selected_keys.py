@@ -38,7 +38,7 @@ def select_keys(
     index_keys.store_index_keys[num_tokens,](
         keys, slots, positions, key, key.stride(0), room, **layer
     )
-    num_keys = max(1, length // block)  # that a token may see
+    num_keys = max(1, length // block)  # keys that a token may see
     most = min(most, num_keys)
     scores = query.new_empty(num_tokens, num_keys, dtype=torch.float32)
     if num_keys > most:

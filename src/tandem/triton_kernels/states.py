@@ -18,12 +18,13 @@ from tandem.triton_kernels import compression, recurrent
 
 _BLOCK_CHANNELS = 128
 _BLOCK_TOKENS = 16
-_ELEMENTS = 1024  # of a state, at least, in the registers of one program
-_WARP_ELEMENTS = 512  # of them in those of one warp; twice as many spill on cards of 12.0
+_ELEMENTS = 1024  # elements of a state in one program's registers, at least
+# Elements in one warp's registers; on cards of 12.0, twice as many would spill.
+_WARP_ELEMENTS = 512
 _LEAST_VALUES, _MOST_VALUES = 8, 64
-_WINDOW_ELEMENTS = 4096  # of a window's tokens, at most, in the registers of one program
+_WINDOW_ELEMENTS = 4096  # elements of a window's tokens in one program's registers, at most
 _WINDOW_WARPS = 8
-_MOST_COLUMNS = 128  # of a key
+_MOST_COLUMNS = 128  # columns of a key
 
 
 class TritonStates:
@@ -105,7 +106,7 @@ def _convolve(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     channels, width = weight.shape
     channel_blocks, token_blocks = -(-channels // _BLOCK_CHANNELS), -(-most // _BLOCK_TOKENS)
-    # What is kept overwrites what every block of tokens may read, so it comes after them.
+    # All blocks of tokens may read the old state, so it is overwritten after them.
     launches = [(token_blocks, 1, int(token_blocks == 1))]
     launches += [(1, 0, 1)] if token_blocks > 1 else []
     for num_blocks, computes, keeps in launches:
@@ -142,7 +143,8 @@ def _recur(
     _, num_heads, key_dim, value_dim = states.shape
     form = RecurrenceForm(num_heads, key.shape[1], key_dim, value_dim, decay_kind)
     _, *others = logged_sizes(form)
-    logged_keys = log.shape[3] - sum(others)  # of keys that are repeated, if the model does so
+    # Width of the logged keys, whose heads the model may repeat.
+    logged_keys = log.shape[3] - sum(others)
     width, values = _tile(key_dim, value_dim)
     recurrent.recur_tokens[-(-value_dim // values), num_heads, len(runs)](
         value, query, key, decay, value if rate is None else rate,

@@ -36,7 +36,7 @@ def load_words(
     elif packed.high_bits == 0:
         low = tl.load(data + of_row + chunk[:, None] * 16, mask=is_inside, other=0)
         high = low
-    else:  # planes follow each other in strips of 32 columns
+    else:  # strips of 32 columns store one plane after the other
         strip = chunk // packed.low_bits * packed.bits
         place = chunk % packed.low_bits
         at = of_row + (strip + place)[:, None] * 16
@@ -112,7 +112,7 @@ def _lines(
     signs = _field(words, number, is_inside, sign_field)
     if grid.signs.width == 1:
         signs = signs * 255
-    elif grid.signs.width == 7:  # the eighth makes their number even
+    elif grid.signs.width == 7:  # the eighth sign makes the number of minus signs even
         odd = signs ^ (signs >> 4)
         odd = odd ^ (odd >> 2)
         signs |= ((odd ^ (odd >> 1)) & 1) << 7
@@ -179,7 +179,7 @@ def load_scales(
     else:
         line = block[None, :] * num_groups + group
         if packed.scale == "fp32":
-            place = line + lane[None, :] * 0  # one scale for the 16 rows of a block
+            place = line + lane[None, :] * 0  # one scale for all 16 rows of a block
         else:
             place = line * packed.group_stride + lane[None, :]
         raw = tl.load(scales + place, mask=is_inside, other=0)
@@ -266,7 +266,7 @@ def biased_values(
             values = _half(((code & 8) << 12) | ((code & 7) << 9))
         elif packed.element == "table":
             values = tl.load(table + code).to(tl.float32)
-        else:  # the code becomes the upper mantissa of a number from 1 to 2
+        else:  # the code becomes the upper bits of the mantissa of a number from 1 to 2
             mantissa = code << (23 - packed.bits)
             values = (mantissa | 0x3F800000).to(tl.float32, bitcast=True)
     return values

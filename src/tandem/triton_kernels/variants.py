@@ -48,7 +48,7 @@ def variants(
         weights = torch.zeros(1, top_k, device=device)
         experts.add_rows(rows, row_of, weights, torch.empty_like(rows, dtype=out_dtype))
 
-    # Sums of planned layers are fp32, those of resident layers are in the model's dtype.
+    # Sums are fp32 for planned layers, and in the model's dtype for resident ones.
     return [
         *(partial(compute, num_tokens) for num_tokens in (*VECTOR_TOKENS, *TILE_ROWS)),
         *(partial(add_rows, out_dtype) for out_dtype in dict.fromkeys((torch.float32, dtype))),

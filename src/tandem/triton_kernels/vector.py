@@ -99,7 +99,7 @@ def lane_products(
             new_sums = new_sums + (sums[token] + part,)
         sums = new_sums
     results = ()
-    # As tl.sum, which the interpreter knows only if Triton was imported for it.
+    # Same as tl.sum, which the interpreter has only if Triton was imported for it.
     for token in tl.static_range(num_tokens):
         results = results + (tl.reduce(sums[token], 0, tl.standard._sum_combine),)
     return results
@@ -194,7 +194,7 @@ def vector_up(
         first, count = _expert_rows(begin, expert)
         rows = ()
         for token in tl.static_range(num_tokens):
-            # A token beyond the last repeats it; its result is not stored.
+            # Tokens beyond the last repeat it; their results are not stored.
             row = first + tl.minimum(count - 1, token)
             rows = rows + (tl.load(row_token + row).to(tl.int64),)
         products = _products(

@@ -15,7 +15,7 @@ from tandem.triton_kernels.attention import _line_scales, _pointer, _store_line,
 
 _OF_TOKENS = ("key_stride", "compressed_stride")
 _OF_QUERIES = ("query_stride", "query_head_stride", "num_chosen")
-_LOWEST = constexpr(-1e30)  # a largest score of nothing: no infinity, from which none is taken
+_LOWEST = constexpr(-1e30)  # the largest score of no keys; finite, because -inf minus -inf is NaN
 
 
 @triton.jit(do_not_specialize=_OF_TOKENS)
@@ -107,7 +107,7 @@ def attend_window_parts(
         position, num_chosen, window, ratio, has_chosen, num_parts, block_keys
     )
     base = tl.load(slots + token) * tl.load(where + 4)
-    keys = _pointer(tl.load(where), kind) + base * dim  # of 32 bits are numbers within a slot
+    keys = _pointer(tl.load(where), kind) + base * dim  # offsets within a slot fit 32 bits
     mask = is_head[:, None] & is_dim[None, :]
     at = query + token * query_stride + head[:, None] * query_head_stride + place_of_dim[None, :]
     queries = tl.load(at, mask=mask, other=0.0)

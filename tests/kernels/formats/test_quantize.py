@@ -158,7 +158,7 @@ def test_weights_too_large_for_fp16_scales_are_refused(name: str) -> None:
 
 
 def test_nothing_is_rounded_to_iq1() -> None:
-    with pytest.raises(ModelError, match=r"w is to be rounded to iq1_s, .* only files that have"):
+    with pytest.raises(ModelError, match=r"w cannot be rounded to iq1_s, .* only read from files"):
         pack(draw_weights(16, 256), find_format("iq1_s"), name="w")
 
 

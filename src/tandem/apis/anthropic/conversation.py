@@ -34,7 +34,7 @@ from tandem.apis.schemas import (
     ToolName,
 )
 
-# A coding agent's line for its vendor's accounts. It changes from request to request, so that no
+# A coding agent sends this line for its vendor's accounting. It changes with each request, so no
 # prompt behind it would ever be found in the KV cache.
 _ACCOUNTS_LINE = "x-anthropic-billing-header:"
 
@@ -137,7 +137,7 @@ def _address(block: ImageBlock) -> str:
         return f"data:{source.get('media_type', 'image')};base64,{data}"
     if kind == "url" and isinstance(url, str):
         return url
-    raise ApiError(400, "an image's source is none that is read here; send its data as base64")
+    raise ApiError(400, "this source of an image is not supported; send its data as base64")
 
 
 def _text(block: object) -> str:

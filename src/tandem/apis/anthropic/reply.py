@@ -18,7 +18,7 @@ _STOP_REASONS = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
 }
-# Clients send a thinking block back with its signature; there is nobody here to check it.
+# Clients send a thinking block back with its signature; this server has no way to check it.
 _SIGNATURE = "unsigned"
 
 
@@ -31,8 +31,8 @@ class MessageReply(Reply):
         self._has_cache_marks = has_cache_marks
         self._id, self._model = new_id("msg", "_"), model
         self._blocks: list[dict[str, object]] = []
-        self._open: str | None = None  # the kind of the block that still grows
-        self._input = ""  # of a call, as JSON text
+        self._open: str | None = None  # the type of the block that is still growing
+        self._input = ""  # a call's input, as JSON text
         self._has_begun = False
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:

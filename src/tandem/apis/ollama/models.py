@@ -13,7 +13,7 @@ _Json = dict[str, object]
 FOLLOWED_VERSION = "0.14.2"
 """Of Ollama, whose API is followed. Editors refuse a server whose version is too low for them, and
 Tandem's own says nothing about that."""
-# The model stays while the server runs; clients read a time.
+# The model stays loaded while the server runs, but clients parse a time.
 _FOREVER = datetime(2318, 1, 1).timestamp()
 
 
@@ -75,7 +75,7 @@ def _entry(name: str, info: ModelInfo | None, memory: Mapping[str, int]) -> _Jso
     return {
         "name": name,
         "model": name,
-        # There are no manifests here; clients tell models apart by it.
+        # There are no manifests here, but clients identify models by their digest.
         "digest": hashlib.sha256(name.encode()).hexdigest(),
         "size": memory.get("host", 0) + memory.get("gpu", 0),
         "details": _details(info),

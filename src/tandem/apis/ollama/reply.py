@@ -12,7 +12,7 @@ from tandem.dialects.coming_call import AnswerPart
 from tandem.generate.token_output import TokenOutput
 
 _Json = dict[str, object]
-# What a piece of an answer says, before it is written: text, thinking or a whole call.
+# One part of an answer before it is serialized: text, thinking or a whole call.
 _Piece = _Json
 
 
@@ -38,7 +38,7 @@ class OllamaReply(Reply):
         self._began = self._first = self._latest = 0.0
         self._text = {"content": "", "thinking": ""}
         self._calls: list[_Json] = []
-        self._open: tuple[str, str] | None = None  # the call that comes: its name and arguments
+        self._open: tuple[str, str] | None = None  # name and arguments of the call that is arriving
         self._logprobs: list[_Json] = []
         self._num_sent_logprobs = 0
 

@@ -16,7 +16,7 @@ _Json = dict[str, object]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _Name = Annotated[str, Field(max_length=128)]
 _Image = Annotated[str, Field(min_length=1)]
-# "model" is what Ollama calls "model:latest".
+# Ollama calls a model without a tag "model:latest".
 _LATEST = ":latest"
 
 _UNSUPPORTED_OPTIONS = {
@@ -35,7 +35,7 @@ _UNSUPPORTED = {
 
 _UNSUPPORTED_BY_GENERATE = {
     **_UNSUPPORTED,
-    "suffix": Unsupported(("",), "this server's model goes on with a text and fills no gaps"),
+    "suffix": Unsupported(("",), "this server's model continues texts and does not fill gaps"),
     "context": Unsupported(([],), "send the conversation to /api/chat"),
     **dict.fromkeys(("width", "height", "steps"), Unsupported((0,), _TEXT_ONLY)),
 }
@@ -57,7 +57,7 @@ class OllamaOptions(Body):
     repeat_penalty: float | None = Field(None, gt=0, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    # Of loading.
+    # Options of loading.
     num_ctx: int | None = None
     num_batch: int | None = None
     num_gpu: int | None = None
@@ -70,7 +70,7 @@ class OllamaOptions(Body):
     logits_all: bool | None = None
     use_mmap: bool | None = None
     use_mlock: bool | None = None
-    # Of mirostat, which is off.
+    # Options of mirostat, which is off.
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
 

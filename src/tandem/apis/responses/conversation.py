@@ -55,7 +55,7 @@ def as_chat(body: CountRequest, earlier: Sequence[Message], new: Sequence[Messag
     )
     messages = [*first, *earlier, *new]
     if not messages:
-        raise ApiError(400, "input holds no message; give some text", param="input")
+        raise ApiError(400, "input has no message; give some text", param="input")
     tools, choice = _tools(body)
     chat = ChatRequest.model_construct(
         model=body.model,

@@ -17,7 +17,7 @@ from tandem.apis.schemas import Message
 
 _MOST_ANSWERS = 4096
 _MOST_BYTES = 64 << 20
-# Of an entry, beside its JSON.
+# The size of an entry without its JSON.
 _ENTRY_BYTES = 512
 NO_MESSAGES = b"[]"
 _MESSAGES = TypeAdapter(list[Message])

@@ -11,7 +11,7 @@ from tandem.dialects.coming_call import AnswerPart, Call
 from tandem.generate.token_output import TokenOutput
 
 _Json = dict[str, object]
-# The kinds of items that grow: (type of the item, of its part).
+# Types of items that grow: (type of the item, type of its part).
 _TEXT = ("message", "output_text")
 _REASONING = ("reasoning", "reasoning_text")
 
@@ -32,9 +32,9 @@ class ResponseReply(Reply):
         self._answer, self._before = ComingAnswer(request), before
         self._head = _head(body, model)
         self._items: list[_Json] = []
-        self._open: tuple[str, str] | None = None  # the kind of the item that still grows
+        self._open: tuple[str, str] | None = None  # the type of the item that is still growing
         self._tools = {name: tool.called for name, tool in known_tools(body.tools).items()}
-        self._call: OpenCall | None = None  # the call that still grows
+        self._call: OpenCall | None = None  # the call that is still growing
         self._message = Message.model_construct(role="assistant", content="")
         self._number = 0
 
@@ -158,7 +158,7 @@ class ResponseReply(Reply):
     def _more_of_call(self, text: str) -> list[Event]:
         assert self._call is not None
         self._call.arguments += text
-        if self._call.is_custom:  # its input is within the arguments
+        if self._call.is_custom:  # the input is part of the arguments
             return []
         return [self._call_event("delta", delta=text)]
 

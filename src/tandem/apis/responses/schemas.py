@@ -15,10 +15,10 @@ _UNSUPPORTED = {
     "conversation": Unsupported((), "name the previous answer in previous_response_id"),
     "prompt": Unsupported((), "send the prompt in input and instructions"),
     "top_logprobs": Unsupported((0,), "ask /v1/chat/completions for log-probabilities"),
-    "max_tool_calls": Unsupported((), "count the calls where they are answered"),
+    "max_tool_calls": Unsupported((), "count the calls in the program that answers them"),
 }
 _UNSUPPORTED_IN_TEXT = {
-    "verbosity": Unsupported(("medium",), "say in the prompt how long the answer is to be")
+    "verbosity": Unsupported(("medium",), "say in the prompt how long the answer should be")
 }
 
 

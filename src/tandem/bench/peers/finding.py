@@ -14,7 +14,7 @@ from tandem.core.errors import ConfigError
 LLAMA_CPP = "llama.cpp"
 INSTALL = "pip install llama-cpp-python"
 _BENCH, _PACKAGE = "llama-bench", "llama-cpp-python"
-# Programs of llama.cpp beside which llama-bench lies.
+# llama.cpp's programs that are installed next to llama-bench.
 _BESIDE = (_BENCH, "llama-cli", "llama-server", "llama-completion")
 
 
@@ -44,7 +44,7 @@ def find_peer(wanted: str = LLAMA_CPP, path: str | None = None) -> Peer:
         return Peer(LLAMA_CPP, (program,), library is not None)
     if library is None:
         raise ConfigError(
-            f"llama.cpp is not here: neither {_BENCH} in PATH nor the package {_PACKAGE}; "
+            f"llama.cpp was not found: neither {_BENCH} in PATH nor the package {_PACKAGE}; "
             f"{INSTALL} (it compiles for this processor), or name {_BENCH} in --with"
         )
     return Peer(f"{LLAMA_CPP} ({_PACKAGE} {library})", (), has_library=True)
@@ -64,7 +64,7 @@ def _command(words: Sequence[str], path: str | None) -> tuple[str, ...]:
     """Return a command whose program is there: a file, a directory with llama-bench, or in PATH."""
     given = Path(words[0]).expanduser()
     given = given / _BENCH if given.is_dir() else given
-    # Where a path is meant it is not looked for in PATH: `Path` drops a leading "./".
+    # A path is not looked up in PATH. It must be made absolute because `Path` drops a leading "./".
     named = str(given.absolute() if os.sep in words[0] else given)
     program = shutil.which(named, path=path)
     if program is None:

@@ -34,7 +34,7 @@ class LlamaBench:
         words = [
             *self._command, "-m", str(setting.gguf), "-t", str(setting.threads), "-r", "1",
             "-p", str(setting.prompt), "-n", str(setting.steps), "-o", "json",
-            *(["-d", str(depth)] if depth else []),  # which older ones do not know
+            *(["-d", str(depth)] if depth else []),  # older versions do not know -d
         ]  # fmt: skip
         done = subprocess.run(
             words, capture_output=True, text=True, errors="backslashreplace", check=False

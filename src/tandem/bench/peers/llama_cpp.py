@@ -19,7 +19,7 @@ class _SignalStack(ctypes.Structure):
     _fields_ = (("memory", c_void_p), ("flags", c_int), ("size", c_size_t))
 
 
-_SIGNAL_STACK = ctypes.create_string_buffer(8192)  # holds the registers but those of AMX
+_SIGNAL_STACK = ctypes.create_string_buffer(8192)  # room for all registers except AMX's
 
 
 def _refuse_amx() -> None:
@@ -37,7 +37,7 @@ class LlamaCpp:
     """llama.cpp through the library that llama-cpp-python brings."""
 
     _BATCH = 512
-    _PART = 512  # tokens of history that are computed once and repeated
+    _PART = 512  # tokens of history that are computed once and copied
 
     def __init__(self, setting: Setting, gpu_layers: int | None = None) -> None:
         """Map the file. Each depth gets its own context. `gpu_layers` layers go to a GPU."""
@@ -112,7 +112,7 @@ class LlamaCpp:
 
     def _run(self, context: Any, depth: int, parts: int) -> Speeds:
         setting = self._setting
-        self._decode(context, min(32, setting.prompt), 0)  # warm up
+        self._decode(context, min(32, setting.prompt), 0)  # warm-up
         memory = self._lib.llama_get_memory(context)
         self._lib.llama_memory_seq_rm(memory, 0, -1, -1)
         self._fill(context, memory, parts)
@@ -149,8 +149,8 @@ class LlamaCpp:
             lib.llama_memory_seq_add(memory, part, 0, -1, part * size)
             lib.llama_memory_seq_cp(memory, part, 0, -1, -1)
         if parts * size != lib.llama_memory_seq_pos_max(memory, 0) + 1:
-            raise OSError("llama.cpp's sequence has not the length that was asked for")
-        self._decode(context, 1, parts * size)  # rotates the moved keys to their positions
+            raise OSError("llama.cpp's sequence does not have the requested length")
+        self._decode(context, 1, parts * size)  # rotates the copied keys to their positions
         lib.llama_memory_seq_rm(memory, 0, parts * size, -1)
 
     def _decode(self, context: Any, count: int, position: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 _LAST_SECONDS = 2.0
 
-# Returns what is said once all is in place, and what answers a question.
+# Returns a message for when everything is loaded, and the function that answers requests.
 Prepare = Callable[..., tuple[object, Callable[[Any], object]]]
 
 
@@ -87,7 +87,7 @@ class StillProcess:
 
 def _serve(connection: Connection, prepare: Prepare, arguments: tuple[object, ...]) -> None:
     """Answer until the other side closes; errors are sent as a sentence."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the other side says what Ctrl-C ended
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process reports what Ctrl-C ended
     try:
         said, answer = prepare(*arguments)
         connection.send(said)
@@ -95,5 +95,5 @@ def _serve(connection: Connection, prepare: Prepare, arguments: tuple[object, ..
             connection.send(answer(connection.recv()))
     except EOFError:
         return
-    except Exception as error:  # a system may raise anything: it is reported by the other side
+    except Exception as error:  # a system may raise anything; the parent process reports it
         connection.send(f"{type(error).__name__}: {error}")

@@ -11,14 +11,14 @@ from typing import Any
 from tandem.bench.peers.setting import Choice, Setting, Speeds
 from tandem.bench.peers.still_process import StillProcess
 
-_SECONDS = 1800  # until it is ready, and for a measurement
+_SECONDS = 1800  # timeout for loading, and for one measurement
 
-# Puts a system's model into memory; of its module, as it is sent to another process. A setting may
-# be of a shape, whose systems take no other.
+# Loads a system's model. It must be a module-level function because it is pickled for another
+# process. The argument is a setting; some systems take only their own subclass.
 Maker = Callable[[Any], Any]
-# A system's speeds by depth, one of each round.
+# A system's speeds by depth, one entry per round.
 Rounds = Mapping[int, list[Speeds]]
-# Hears of each measurement: the system, the depth, the speeds.
+# Called after each measurement with the system, the depth and the speeds.
 Tell = Callable[[str, int, Speeds], None]
 
 

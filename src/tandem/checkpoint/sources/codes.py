@@ -11,7 +11,7 @@ from tandem.kernels.formats import CodedMatrix, WeightFormat, coded_matrix, find
 from tandem.kernels.formats.codes import decode
 from tandem.kernels.formats.source_codes import stored_matrix
 
-GROUP_SIZES = (128, 64, 32)  # of the packed formats, the fewest scales first
+GROUP_SIZES = (128, 64, 32)  # of the packed formats, fewest scales first
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def stored_codes(
     kind, codes = fmt.name, coded.codes
     if fmt.encoding.element == "integer" and not fmt.encoding.super_cols:
         kind, codes = "int", codes.to(torch.int16) - fmt.encoding.offset
-    assert coded.scales is not None, "formats without scales hold no codes"
+    assert coded.scales is not None, "formats without scales have no codes"
     return Codes(
         kind, codes, coded.scales, input_order=input_order, minima=coded.minima,
         super_scales=coded.super_scales, super_minima=coded.super_minima,
@@ -143,7 +143,7 @@ def _group_size(cols: int, groups: int, name: str) -> int:
             "checkpoint was not written for this config"
         )
     size = cols // groups
-    # One scale for all columns: any group size of ours will do.
+    # One scale covers all columns, so any group size will do.
     return -(-cols // GROUP_SIZES[0]) * GROUP_SIZES[0] if groups == 1 else size
 
 

@@ -149,7 +149,7 @@ class PackedIntegers(FileWeight):
         if f"{prefix}.weight_g_idx" not in self.files:
             return None
         group_of_input = self.files.read(f"{prefix}.weight_g_idx")
-        if (group_of_input < 0).all():  # how the library says that there is no order
+        if (group_of_input < 0).all():  # compressed-tensors' mark for "no order"
             return None
         return input_order(group_of_input, group_size, f"{prefix}.weight_g_idx")
 

@@ -13,7 +13,7 @@ from tandem.core.errors import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_LONGEST_NAME = 255  # bytes; what file systems take
+_LONGEST_NAME = 255  # bytes; the limit of file systems
 
 
 class TensorFiles:

@@ -91,7 +91,7 @@ class Fp8Weight(FileWeight):
     def read(self, expert: int | None = None) -> Codes:
         """Read codes and scales."""
         codes, scales = self.files.read(self.name), self._numbers().float()
-        if not self.formats:  # a group for each row, as wide as the matrix
+        if not self.formats:  # one group per row, as wide as the matrix
             return Codes("int", codes.float(), scales.reshape(self.shape[0], 1))
         return Codes("fp8", codes, self._block_scales(scales).contiguous())
 

@@ -35,8 +35,8 @@ def read_gguf_header(file: Path) -> GgufHeader:
     architecture = header.architecture
     if architecture == "clip":
         raise UnsupportedModelError(
-            f"{file} reads images for a model (mmproj) and is none itself; give the .gguf file "
-            "beside it, and Tandem reads its text model"
+            f"{file} is not a model, but reads images for one (mmproj); give the .gguf file beside "
+            "it, and Tandem reads its text model"
         )
     known = ARCHITECTURES.get(architecture)
     lacks_experts = header.expert_width is None and header.value("expert_count", 0) != 0
@@ -49,8 +49,8 @@ def read_gguf_header(file: Path) -> GgufHeader:
     _require_counts(header)
     if not any(name.startswith("blk.0.") for name in header.tensors):
         raise UnsupportedModelError(
-            f"{file} has none of a model's first layer: it drafts for a model (MTP) and is none "
-            "itself; give the .gguf file beside it, with --speculate mtp"
+            f"{file} is not a model, but drafts for one (MTP), as it has no first layer; give the "
+            ".gguf file beside it, with --speculate mtp"
         )
     return header
 
@@ -93,7 +93,7 @@ def config_of(header: GgufHeader) -> PreTrainedConfig:
         ) from error
     except (ValueError, KeyError) as error:
         raise UnsupportedModelError(
-            f"Transformers makes no config of {header.file}, of architecture "
+            f"Transformers cannot make a config of {header.file}, of architecture "
             f"{header.architecture!r} ({error}); if it is too old: pip install --upgrade "
             "transformers"
         ) from error

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem.kernels.formats import WeightFormat, find_format
 
-# By GGUF type: the packed format that holds it.
+# GGUF type -> the packed format that holds it.
 FORMATS = {
     "Q4_0": "int4-g32", "Q4_1": "int4z-g32", "Q5_0": "int5-g32", "Q5_1": "int5z-g32",
     "Q8_0": "int8-g32", "MXFP4": "mxfp4", "NVFP4": "nvfp4",
@@ -16,8 +16,8 @@ FORMATS = {
     "IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_xs", "IQ3_XXS": "iq3_xxs", "IQ3_S": "iq3_s",
     "IQ2_XXS": "iq2_xxs", "IQ2_XS": "iq2_xs", "IQ2_S": "iq2_s", "IQ1_S": "iq1_s", "IQ1_M": "iq1_m",
 }  # fmt: skip
-# Other formats that hold a format's codes exactly, the smallest first: for a matrix whose parts
-# are of different types.
+# Other formats that hold a format's codes exactly, smallest first. A matrix whose parts have
+# different types needs one.
 _WIDER = {
     "int4-g32": ("int5-g32", "int8-g32"), "int5-g32": ("int8-g32",), "iq4_nl": ("int8-g32",),
     "int4z-g32": ("int5z-g32",), "q4_k": ("q5_k",), "q3_k": ("q6_k",),
@@ -42,7 +42,7 @@ def code_table(kind: str, fmt: WeightFormat) -> Tensor | None:
     if own == fmt:
         return None
     codes = torch.arange(256, device="cpu")
-    if own.encoding.table:  # numbers that integers are
+    if own.encoding.table:  # codes become the table's integers
         values = torch.tensor(own.encoding.table, device="cpu")
         codes[: len(values)] = values.long()
     return (codes + fmt.encoding.offset - own.encoding.offset).to(torch.uint8)

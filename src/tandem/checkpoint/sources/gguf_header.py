@@ -21,24 +21,25 @@ from tandem.checkpoint.config_sizes import HeldTensors
 from tandem.checkpoint.json_files import shown
 from tandem.core.errors import ModelError, UnsupportedModelError
 
-# What a field of the header holds: a text, a number, a truth value or a list of one of them.
+# The value of a header's field: a string, a number, a boolean or a list of one of these.
 Value: TypeAlias = Any
 
 _UNREADABLE = "{file} cannot be read as GGUF ({reason}); download it again"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_ALIGNMENT = 32  # where the file names no other
+_ALIGNMENT = 32  # the default of GGUF
 _MOST_DIMENSIONS = 4
 _LONGEST_NAME = 512
-# By the number of a value's type: its format in `struct`, and in numpy.
+# Number of a value type -> its format in `struct` and in numpy.
 _SCALARS = {
     0: ("B", "<u1"), 1: ("b", "<i1"), 2: ("H", "<u2"), 3: ("h", "<i2"), 4: ("I", "<u4"),
     5: ("i", "<i4"), 6: ("f", "<f4"), 7: ("?", "<u1"), 10: ("Q", "<u8"), 11: ("q", "<i8"),
     12: ("d", "<f8"),
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_NUMPY_TYPES = {"F32": "<f4", "F16": "<f2"}  # others are bytes
-# Of which kind a key's value is; what is neither counts something, for all layers or for each.
+_NUMPY_TYPES = {"F32": "<f4", "F16": "<f2"}  # other types are raw bytes
+# Types of values by key. Keys that match neither pattern hold counts, one for all layers or one per
+# layer.
 _TEXTS = re.compile(r".*\.rope\.scaling\.type|tokenizer\.ggml\.model")
 _NUMBERS = re.compile(
     r".*(epsilon|freq_base(_swa)?|factor|scale|multiplier|softcapping|clamp_kqv|beta_(fast|slow)"
@@ -150,13 +151,15 @@ def read_header(file: Path) -> GgufHeader:
         of_part, own = read_part(part)
         if len(files) > 1:
             _check_part(part, of_part, files)
-        fields = of_part | fields  # the first part's, if both have one
+        fields = of_part | fields  # the first part wins
         if again := tensors.keys() & own.keys():
-            raise ModelError(_UNREADABLE.format(file=part, reason=f"{min(again)} is there twice"))
+            raise ModelError(_UNREADABLE.format(file=part, reason=f"{min(again)} occurs twice"))
         tensors |= own
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str) or len(architecture) > _LONGEST_NAME:
-        raise ModelError(_UNREADABLE.format(file=files[0], reason="it names no architecture"))
+        raise ModelError(
+            _UNREADABLE.format(file=files[0], reason="it does not name its architecture")
+        )
     header = GgufHeader(files[0], architecture, fields, tensors)
     if len(files) > 1 and (count := fields.get("split.tensors.count")) not in (None, len(tensors)):
         raise ModelError(
@@ -236,17 +239,17 @@ class _Reader:
             raise _DamagedError(f"its version is {version}, expected 2 or 3")
         num_tensors, num_fields = self._scalar("Q"), self._scalar("Q")
         fields: dict[str, Value] = {}
-        for _ in range(num_fields):  # what is no longer there ends it
+        for _ in range(num_fields):  # the end of the data ends the loop if num_fields is wrong
             key = self._name("a name of its metadata")
             if key in fields:
-                raise _DamagedError(f"{key} is there twice")
+                raise _DamagedError(f"{key} occurs twice")
             fields[key] = self._value(self._scalar("I"), key)
         infos = [self._tensor_info() for _ in range(self._counted(num_tensors, 24, "tensors"))]
         begin = _aligned(self._at, fields.get("general.alignment", _ALIGNMENT))
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in infos:
             if name in tensors:
-                raise _DamagedError(f"{name} is there twice")
+                raise _DamagedError(f"{name} occurs twice")
             tensors[name] = self._tensor(name, shape, kind, begin + offset)
         return fields, tensors
 
@@ -263,7 +266,7 @@ class _Reader:
     def _counted(self, count: int, least_bytes: int, what: str) -> int:
         """Return the number of items of this many bytes each; raises if they exceed the file."""
         if count * least_bytes > self._size - self._at:
-            raise _DamagedError(f"it says that it has {count} {what}, and ends before them")
+            raise _DamagedError(f"it should have {count} {what}, but ends before them")
         return count
 
     def _name(self, what: str) -> str:
@@ -279,7 +282,7 @@ class _Reader:
         try:
             return self._take(length, what).decode()
         except UnicodeDecodeError as error:
-            raise _DamagedError(f"{what} is no text") from error
+            raise _DamagedError(f"{what} is not text") from error
 
     def _value(self, kind: int, key: str) -> Value:
         if kind in _SCALARS:
@@ -317,7 +320,7 @@ class _Reader:
         block, kind_bytes, tensor_type = _kind(name, kind)
         count = 1
         for length in shape:
-            count *= length  # whole numbers of Python's: they do not overflow
+            count *= length  # Python's integers do not overflow
         if count == 0 or shape[0] % block:
             raise _DamagedError(f"{name} has the shape {shape}, in blocks of {block}")
         num_bytes = count // block * kind_bytes
@@ -342,7 +345,9 @@ def _kind(name: str, kind: int) -> tuple[int, int, IntEnum]:
     try:
         found = GGMLQuantizationType(kind)
     except ValueError as error:
-        raise _DamagedError(f"{name} is of type {kind}, which the gguf package has not") from error
+        raise _DamagedError(
+            f"{name} is of type {kind}, which the gguf package does not know"
+        ) from error
     block, kind_bytes = GGML_QUANT_SIZES[found]
     return block, kind_bytes, found
 

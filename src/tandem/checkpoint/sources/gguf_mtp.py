@@ -19,7 +19,7 @@ from tandem.checkpoint.sources.source import Source
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.foreign_types import PreTrainedConfig
 
-_ARCHITECTURE = "deepseek4"  # other files' layers are not read
+_ARCHITECTURE = "deepseek4"  # MTP layers of other architectures are not read
 _JOINS = "blk.{}.nextn.eh_proj.weight"
 _NORM = "blk.0.nextn.shared_head_norm.weight"
 

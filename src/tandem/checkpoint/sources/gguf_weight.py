@@ -17,7 +17,7 @@ from tandem.kernels.formats.blocks import SCALE_DTYPES, MatrixBlocks
 from tandem.kernels.formats.file_rows import FileBlocks, Placing, write_file_rows
 
 Index = int | slice | EllipsisType | tuple[slice, ...]
-_EXPERTS = "_exps."  # in the names of tensors with all experts of a layer
+_EXPERTS = "_exps."  # in the names of tensors that hold all experts of a layer
 PLAIN_DTYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
 }  # fmt: skip
@@ -193,7 +193,7 @@ def tensor_values(tensor: GgufTensor, factor: GgufTensor | None = None) -> Tenso
 
 
 def _plain_values(tensor: GgufTensor) -> Tensor:
-    data = torch.from_numpy(np.array(tensor.data))  # a copy: the file is mapped for reading only
+    data = torch.from_numpy(np.array(tensor.data))  # a copy, because the file is mapped read-only
     dtype = PLAIN_DTYPES[tensor.tensor_type.name]
     values = data if data.dtype == dtype else data.view(dtype)
     return values.view([int(size) for size in reversed(tensor.shape)])

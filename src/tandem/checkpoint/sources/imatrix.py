@@ -31,7 +31,7 @@ def read_gguf(path: Path) -> Find:
         raise FileFormatError(str(error)) from error
     names = [name.removesuffix(_SUMS) for name in tensors if name.endswith(_SUMS)]
     if not names or any(name + _COUNTS not in tensors for name in names):
-        raise FileFormatError(f"{path} holds no imatrix; give a file of llama.cpp's llama-imatrix")
+        raise FileFormatError(f"{path} is not an imatrix; give a file of llama.cpp's llama-imatrix")
 
     def read(name: str) -> InputSquares:
         sums, counts = (
@@ -65,8 +65,8 @@ def read_dat(path: Path) -> Find:
             raise ValueError("it has no entries")
     except (struct.error, ValueError) as error:
         raise FileFormatError(
-            f"{path} is no importance, or damaged ({error}); give a file of tandem importance, or "
-            "an imatrix of llama.cpp"
+            f"{path} is not an importance file, or is damaged ({error}); give a file of "
+            "tandem importance, or an imatrix of llama.cpp"
         ) from error
     return _by_parameter(dict.fromkeys(found), found.__getitem__)
 

@@ -22,7 +22,7 @@ from tandem.kernels.formats.file_rows import FileFields
 _GROUP = 16
 _PACKED, _GLOBAL = "weight_packed", "weight_global_scale"
 _PLAIN, _SECOND = "weight", "weight_scale_2"
-# Of activations, which Tandem rounds in its own way, and of a KV cache in FP8.
+# Scales of activations, which Tandem quantises in its own way, and of a KV cache in FP8.
 _UNUSED = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 
 

@@ -21,7 +21,7 @@ from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.kernels.formats import WeightFormat
 from tandem.kernels.formats.weight_format import ExpertFormat, expert_format
 
-# `quant_method` of config.json -> what finds the weights.
+# `quant_method` of config.json -> the function that finds the weights.
 READERS: dict[str, Callable[[TensorFiles, JsonObject], Found]] = {
     "gptq": find_gptq,
     "awq": find_awq,

@@ -39,12 +39,12 @@ from tandem.hf.packed_layers import PackedLinear
 from tandem.hf.runtime import require_runtime, runtime_of
 from tandem.kernels.dense import CpuThreads
 
-# Options of the model that hold for its MTP layer too.
+# Options that the MTP layer takes from its model.
 _SAME = ("expert_dtype", "dense_dtype", "threads", "isa", "cache_dir")
-_DRAFTED_TOKENS = 1 << 15  # of the vocabulary; the whole head would be read for each drafted one
-_REPLACED = ("model.embed_tokens.", "lm_head.")  # by the model's own
+_DRAFTED_TOKENS = 1 << 15  # of the vocabulary; drafting reads only this part of the head
+_REPLACED = ("model.embed_tokens.", "lm_head.")  # the model's own take their place
 _FINAL_NORM = "model.norm.weight"
-_TOKENS = 1  # of the vocabulary that is loaded: the model's own stands in its place
+_TOKENS = 1  # of the vocabulary that are loaded; the model's own embeddings replace them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ def load_mtp(
 
 def _in_directory(model: PreTrainedModel, path: Path) -> list[_StoredLayer]:
     if not (path / "config.json").exists():
-        raise UnsupportedModelError(f"{path} is no directory of safetensors, and no GGUF file")
-    # Code runs again for a model whose own code the user has let run.
+        raise UnsupportedModelError(f"{path} is neither a directory of safetensors nor a GGUF file")
+    # The user has already allowed the code of a model that brings its own.
     brings_code = type(model).__module__.startswith("transformers_modules")
     checkpoint = open_checkpoint(path, may_run_code=brings_code)
     count = model.config.get_text_config().num_hidden_layers
@@ -86,7 +86,7 @@ def _in_directory(model: PreTrainedModel, path: Path) -> list[_StoredLayer]:
 
 
 def _in_gguf(model: PreTrainedModel, path: Path) -> list[_StoredLayer]:
-    from tandem.checkpoint.sources.gguf_mtp import find_mtp, mtp_source  # most loads do without
+    from tandem.checkpoint.sources.gguf_mtp import find_mtp, mtp_source  # most loads do not need it
 
     def tensors(header: GgufHeader, config: PreTrainedConfig, job: LoadJob) -> dict[str, object]:
         shapes = {name: x.shape for name, x in empty_model(config).state_dict().items()}
@@ -107,7 +107,7 @@ def _load_layer(
     config = _config(model, depth, stored.names)
     head, beside = _loaded(stored, config, offload, model.dtype)
     own = runtime_of(head)
-    if own is not None:  # it has experts
+    if own is not None:  # the layer has experts
         own.share(runtime.threads)
     tokens = _without_norm(_on_host(model.get_input_embeddings()))
     embedding = _joined(head, beside, tokens, model.dtype)
@@ -138,7 +138,7 @@ def _joined(
         parts[part].load_state_dict({"weight": weight.to(dtype)})
     given = GivenHidden(streams * head.config.get_text_config().hidden_size, dtype)
     if "fc" in parts:
-        if value_of(head.config, "mtp_hidden_states_first"):  # so are the columns, in Inkling
+        if value_of(head.config, "mtp_hidden_states_first"):  # Inkling swaps the columns, too
             weight = parts["fc"].get_parameter("weight")
             weight.data = weight.data.roll(weight.shape[1] // 2, dims=1)
         return MtpEmbedding(tokens, parts["enorm"], parts["hnorm"], parts["fc"], given)
@@ -188,7 +188,7 @@ def _config(model: PreTrainedModel, depth: int, names: Iterable[str]) -> PreTrai
     if num_streams(text) > 1:
         config.layer_types, config.mlp_layer_types = [_compression(names)], ["moe"]
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # Transformers refuses two
+        del config.quantization_config  # Transformers refuses two such configs
     config.vocab_size, config.pad_token_id = _TOKENS, None
     config.architectures, config.tie_word_embeddings = None, False
     return config
@@ -200,7 +200,7 @@ def _stated_config(text: PreTrainedConfig, depth: int) -> PreTrainedConfig | Non
         return None
     try:
         config: PreTrainedConfig = text.get_mtp_config()
-    except ValueError:  # it lists kinds of layers, and not that of this one
+    except ValueError:  # the config lists layer types, but not this layer's
         return None
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
@@ -227,7 +227,7 @@ def _compression(names: Iterable[str]) -> str:
     return "heavily_compressed_attention" if has_compressor else "sliding_attention"
 
 
-# What says of a config which layers have experts, and which attend.
+# Keys of a config that say which layers have experts and which attend.
 _ONE_LAYER: dict[str, object] = {
     "layer_types": ["full_attention"],
     "mlp_layer_types": ["sparse"],
@@ -235,7 +235,7 @@ _ONE_LAYER: dict[str, object] = {
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
 }
-# Where it is another kind of layer, and the config does not say so.
+# Overrides for models whose MTP layer is of another type that the config does not state.
 _OTHERWISE: dict[str, dict[str, object]] = {
     "inkling_text": {"layer_types": ["hybrid"], "mlp_layer_types": ["dense"]},
     "mimo_v2_flash": {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},

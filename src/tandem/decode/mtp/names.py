@@ -9,7 +9,7 @@ its decoder layer in a block of its own (Inkling).
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-# What of a tensor's name within its layer, or under `mtp.`, becomes what.
+# Prefix of a tensor's name within its layer or under `mtp.` -> Tandem's prefix.
 _PARTS = {
     "fc.": "fc.",
     "eh_proj.": "fc.",
@@ -21,11 +21,11 @@ _PARTS = {
     "shared_head.norm.": "model.norm.",
     "final_layernorm.": "model.norm.",
 }
-# What of a layer is called otherwise in the model's own layers.
+# Names that differ from those in the model's own layers.
 _OWN = {"pre_mlp_layernorm.weight": "post_attention_layernorm.weight"}
-# Copies of what the model has itself.
+# Copies of tensors that the model has.
 _SHARED = ("embed_tokens.", "shared_head.head.", "shared_head.weight")
-# What of Inkling's becomes what; a norm may stand behind all of its layers.
+# Inkling's prefixes -> Tandem's; one norm may follow all of its MTP layers.
 _INKLING = {
     "input_proj.": "fc.", "embed_norm.": "enorm.", "hidden_norm.": "hnorm.",
     "chain_norm.": "model.norm.", "transformer_block.": "model.layers.0.",
@@ -33,7 +33,7 @@ _INKLING = {
 _INKLING_NEEDED = ("fc.weight", "enorm.weight", "hnorm.weight")
 GATE_UP_ROWS = "mlp.gate_up_rows."
 """In a name: a gate's and an up projection's rows, one of each in turn."""
-# And of its decoder layer, as its checkpoints name it.
+# The same for Inkling's decoder layer in its checkpoints.
 _INKLING_LAYER = {
     "attn_norm.": "input_layernorm.",
     "mlp_norm.": "post_attention_layernorm.",
@@ -50,11 +50,11 @@ _INKLING_LAYER = {
     "mlp.w13_dn.": GATE_UP_ROWS,
     "mlp.w2_md.": "mlp.down_proj.",
 }
-# What joins tokens in the layers that DeepSeek-V4's later releases have instead.
+# Later releases of DeepSeek-V4 have other layers, which join tokens with these.
 _DSPARK = re.compile(r"^mtp\.\d+\.(?:main_proj|markov_head|confidence_head)\.")
-# Of the parts beside the layer.
+# Tensors needed beside the decoder layer's.
 NEEDED = ("fc.weight", "enorm.weight", "hnorm.weight", "model.norm.weight")
-# DeepSeek-V4's, of which Transformers would take another norm for one of attention's.
+# DeepSeek-V4's prefixes. Transformers' own mapping would take one of its norms for attention's.
 _STREAMED = {
     "e_proj.": "e_proj.", "h_proj.": "h_proj.", "enorm.": "enorm.", "hnorm.": "hnorm.",
     "norm.": "norm.", "hc_head_": "model.hc_head.hc_",
@@ -62,7 +62,7 @@ _STREAMED = {
 _STREAMED_NEEDED = (
     "e_proj.weight", "h_proj.weight", "enorm.weight", "hnorm.weight", "norm.weight",
 )  # fmt: skip
-# What joins a token and what was made of the one before it; the rest is of the layer's model.
+# What joins a token with the previous hidden state; all other tensors belong to the layer's model.
 JOINING = ("fc.", "e_proj.", "h_proj.", "enorm.", "hnorm.")
 
 

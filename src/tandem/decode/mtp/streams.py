@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from tandem.decode.mtp.embedding import GivenHidden
 
-_MODELS = ("deepseek_v4",)  # others with streams have no MTP layer in a layout that is known
+_MODELS = ("deepseek_v4",)  # the layout of other models' MTP layers with streams is unknown
 
 
 def num_streams(config: PreTrainedConfig) -> int:

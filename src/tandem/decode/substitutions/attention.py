@@ -51,7 +51,7 @@ def attention_forward(
     """
     cache = _cache_of_step()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not causal and vars(module).get("layer_idx") is None:  # keeps nothing
+    if not causal and vars(module).get("layer_idx") is None:  # it has no cache
         return _attend_to_given(query, key, value, scaling), None
     indices, block, chunk, has_mask = _visible(attention_mask, indices, block_indices)
     if has_mask or isinstance(position_bias, Tensor) or not causal:
@@ -69,14 +69,14 @@ def attention_forward(
         value_dim=value.shape[-1],
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=float(softcap or 0),
-        window=sliding_window or cache.expected_window,  # some models tell it to their mask alone
+        window=sliding_window or cache.expected_window,  # some models pass it only to their mask
         keeps_prompt=cache.expects_prompt,
         chunk=chunk,
         selected_block=block,
         selects_by_head=indices is not None and indices.dim() == 4,
     )
     batch, _, num_tokens, _ = query.shape
-    # (heads, all tokens, dim), a view in either case
+    # (heads, all tokens, dim), always a view
     query, key, value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
     selected = None if indices is None else indices.flatten(0, 1)
     bias = position_bias

@@ -19,12 +19,12 @@ from tandem.kernels.dense import VALUE_DTYPES, row_stride
 from tandem.kernels.torch_private import without_overrides
 
 _PROBED_ROWS = 4
-# Of the values: the last digit of a few may differ, as sums are added up in another order.
+# Share of equal values. A few may differ in the last digit because sums add in another order.
 _EQUAL_SHARE = 0.98
-# What a gate does, and what is rounded; the numbers are those of csrc/rowwise.hpp.
+# Kinds of gates and of rounding, with the numbers of csrc/rowwise.hpp.
 _NO_GATE = 0
 _GATES = (1, 2, 3)
-_ROUNDINGS = (1, 0, 2)  # the usual one first
+_ROUNDINGS = (1, 0, 2)  # the most common one first
 
 
 class _Kind(NamedTuple):
@@ -72,7 +72,7 @@ def _native_norm(self: ModelPart, x: Tensor, gate: Tensor | None = None) -> Tens
     kind = ops.norm_kinds[key]
     if not isinstance(kind, _Kind):
         return None
-    if not has_gate and x.dim() == 4 and row_stride(x) is None:  # heads before tokens
+    if not has_gate and x.dim() == 4 and row_stride(x) is None:  # heads come before tokens
         turned = _norm(ops, x.transpose(1, 2), None, weight, kind)
         return None if turned is None else turned.transpose(1, 2)
     return _norm(ops, x, gate, weight, kind)
@@ -90,9 +90,9 @@ def _find_kind(
     random = torch.Generator().manual_seed(0)
     shape = (_PROBED_ROWS, size)
     x, gate = (torch.randn(shape, generator=random, device="cpu").to(like.dtype) for _ in range(2))
-    try:  # without hooks, which are of real rows
+    try:  # without hooks, which expect real rows
         expected = type(module).forward(module, *((x, gate) if has_gate else (x,)))
-    except (TypeError, AttributeError, RuntimeError):  # it takes other arguments
+    except (TypeError, AttributeError, RuntimeError):  # the module takes other arguments
         return None
     if eps is None or not isinstance(expected, Tensor):
         return None

@@ -30,7 +30,7 @@ from tandem.recording.fusion.views import (
     add_combination,
 )
 
-# By the names of torch's functions, those of one and of two arguments.
+# Names of torch's functions with one argument, and with two.
 _ONE = ("silu", "sigmoid", "relu", "exp", "sin", "cos", "tanh", "neg", "sqrt", "rsqrt")
 _TWO = ("add", "mul", "sub", "div")
 _CAST_TO = {"float": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,7 +42,8 @@ Keywords = Mapping[str, Any]
 Native = Callable[["PromptOperations", Arguments, Keywords], object]
 
 
-# Each layer of a prompt asks for the same; to find it takes longer than many an operation.
+# Each layer of a prompt asks for the same shapes, and computing one takes longer than many
+# operations.
 _broadcast_shape = functools.lru_cache(maxsize=1024)(torch.broadcast_shapes)
 
 
@@ -71,7 +72,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
         kwargs: Keywords | None = None,
     ) -> object:
         kwargs, name = kwargs or {}, func.__name__
-        if name.endswith("_") and args:  # it may write there
+        if name.endswith("_") and args:  # an in-place operation may write to it
             self._widened.pop(id(args[0]), None)
         native = None if self.is_paused else _NATIVE.get(name)
         result = None if native is None else native(self, args, kwargs)
@@ -147,7 +148,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
             like = next((x for x in tensors if x.shape == shape), None)
             if like is None:
                 out = torch.empty(shape, dtype=dtype, device="cpu")
-            else:  # strides as torch has them: views of the result must be possible
+            else:  # strides as in torch, because the model may take views of the result
                 out = torch.empty_like(like, dtype=dtype, device="cpu")
         elif (out.shape, out.dtype) != (shape, dtype):
             return None

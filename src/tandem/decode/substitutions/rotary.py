@@ -116,7 +116,7 @@ def _tried(own: Function, count: int, width: int) -> tuple[Tensor, Tensor, Tenso
     cos, sin = (torch.randn((1, 3, width), generator=random, device="cpu") for _ in range(2))
     try:
         found = own(*[x] * count, cos=cos, sin=sin)
-    except (TypeError, RuntimeError, ValueError):  # it takes something else
+    except (TypeError, RuntimeError, ValueError):  # the function takes other arguments
         return x, cos, sin, []
     return x, cos, sin, [found] if isinstance(found, Tensor) else list(found)
 

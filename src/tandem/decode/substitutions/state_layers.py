@@ -65,7 +65,7 @@ def _convolved_projection(
     residual = (query.view(shape) + keys) * 0.5
     grouped = residual.view(*shape[:2], -1, self.num_key_value_groups, self.head_dim)
     delayed = self.v_proj_delayed(hidden_states)
-    bias = self.v_proj_delayed.bias  # what a token of zeros before the first one gives
+    bias = self.v_proj_delayed.bias  # what a token of zeros before the first one would give
     before = _delayed(handle, "values", (delayed if bias is None else delayed - bias).flatten(0, 1))
     before = before.view(delayed.shape) if bias is None else before.view(delayed.shape) + bias
     value = torch.cat([self.v_proj_current(hidden_states), before], dim=-1)
@@ -186,7 +186,7 @@ def _dynamic_convolution(
     before = [hidden_states.float().flatten(0, 1)]
     for lag in range(1, width):
         before.append(_delayed(handle, f"lag {lag}", before[-1]))
-    # (b, n_tokens, heads, channels of one, taps)
+    # (b, n_tokens, heads, channels per head, taps)
     windows = torch.stack(before, dim=-1).view(taps.shape)
     mixed: Tensor = (windows * taps).sum(-1).view(hidden_states.shape) + hidden_states.float()
     return (mixed / math.sqrt(2 * width + 1)).to(hidden_states.dtype)

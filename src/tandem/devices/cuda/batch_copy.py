@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tandem.devices.cuda.driver import Function, open_driver
 
-# Smaller entries can make the driver do the whole batch before it returns.
+# With smaller entries the driver may run the whole batch before it returns.
 LEAST_BYTES = 256 << 10
 # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _IN_STREAM_ORDER, _BESIDE_COMPUTE = 1, 1
@@ -69,7 +69,7 @@ class BatchCopy:
 def find_batch_copy(load: Callable[[str], object] = ctypes.CDLL) -> BatchCopy | None:
     """Return the driver's batched copy; None if there is no driver, or an older one."""
     driver = open_driver(load)
-    # As CUDA 12.8 had it: 13.0 has another one of this name, with one argument less.
+    # The version of CUDA 12.8; that of 13.0 has the same name and one argument less.
     function = driver and driver.find(
         "cuMemcpyBatchAsync", _VERSION, _POINTERS, _POINTERS, _SIZES, ctypes.c_size_t,
         ctypes.c_void_p, _SIZES, ctypes.c_size_t, _SIZES, ctypes.c_void_p,

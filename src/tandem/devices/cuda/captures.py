@@ -53,7 +53,7 @@ class CudaCapture:
         """Let torch raise before it makes the host wait."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it does not find every wait, which it says once
+            warnings.simplefilter("ignore")  # torch warns once that it does not find every wait
             torch.cuda.set_sync_debug_mode("default" if allowed else "error")
         try:
             yield
@@ -85,7 +85,7 @@ class CudaCapture:
         device = self.stream.device
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        with contextlib.suppress(RuntimeError):  # the allocator has been notified, or was never
+        with contextlib.suppress(RuntimeError):  # it has ended already, or never began
             end_allocation_to_pool(device.index, self._pool)
         generator = torch.cuda.default_generators[device.index]
         with contextlib.suppress(RuntimeError):
@@ -104,7 +104,7 @@ def on_capture_stream(capture: Capture) -> Iterator[None]:
         return
     had_gc = gc.isenabled()
     gc.collect()
-    gc.disable()  # what Python frees during a capture would be captured too
+    gc.disable()  # memory that Python frees during a capture would be captured, too
     try:
         torch.cuda.synchronize(capture.stream.device)
         torch.cuda.empty_cache()  # a capture cannot free what the allocator keeps for later

@@ -7,9 +7,9 @@ import torch
 
 from tandem.core.errors import CapacityError, UnsupportedModelError
 
-# Below, bf16 arithmetic is missing, and Triton (as of 3.6) leaves the matrix units alone.
+# Older GPUs lack bf16 arithmetic, and Triton (as of 3.6) does not use their matrix units.
 BF16_CAPABILITY = TRITON_MATRIX_CAPABILITY = (8, 0)
-TRITON_ATTENTION_CAPABILITY = (7, 5)  # its kernels are compiled for these in the tests
+TRITON_ATTENTION_CAPABILITY = (7, 5)  # the oldest for which tests compile its kernels
 OLDEST_CAPABILITY = (7, 0)
 
 
@@ -86,7 +86,7 @@ def require_cuda(probe: Probe | None = None, index: int = 0) -> Gpu:
     built_for = probe.built_for()
     if built_for and not any(_runs_on(gpu.capability, name) for name in built_for):
         raise CapacityError(
-            f"{has}, and this torch has kernels for {', '.join(built_for)} alone; install a build "
+            f"{has}, and this torch has kernels only for {', '.join(built_for)}; install a build "
             f"of torch for older GPUs, {otherwise}"
         )
     return gpu
@@ -99,7 +99,7 @@ def _runs_on(capability: tuple[int, int], built_for: str) -> bool:
     if not digits.isdigit():
         return False
     built = int(digits[:-1]), int(digits[-1])
-    if number != digits:  # of one generation, without those after it
+    if number != digits:  # code for one generation, without later ones
         return kind == "sm" and capability == built
     if kind == "compute":
         return capability >= built

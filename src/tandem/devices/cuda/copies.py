@@ -33,10 +33,11 @@ from tandem.experts.store.held_expert import HeldExpert
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Copy, Geometry
 
-# Copies ahead are queued for so long a time of the link: more than passes between two layers.
+# Copies ahead are queued for this much time of the link, which is longer than the time between two
+# layers.
 AHEAD_SECONDS = 5e-4
 _FEWEST_AHEAD = 2
-# Copies that a layer waits for share an event and a call of the driver, which cost the host time.
+# Copies that a layer waits for share an event and a driver call, which both cost host time.
 _AT_ONCE = 4
 
 
@@ -138,10 +139,10 @@ class CudaCopyEngine:
         self._streams = streams
         self._events = events
         self._link = link
-        # Two streams would share the link and double a throttled one.
+        # With a throttled link, two streams would get twice its rate.
         self._stream_ahead = Stream.AHEAD if link.wanted is None else Stream.FETCH
         self._most_ahead = link.most_ahead(max(layer.image_bytes for layer in store))
-        self._num_ahead = 0  # of those under way
+        self._num_ahead = 0  # copies ahead that are under way
         self._kept: deque[_Job] = deque()
         self._under_way: dict[Stream, deque[_UnderWay]] = {
             Stream.FETCH: deque(),
@@ -197,7 +198,8 @@ class CudaCopyEngine:
                 if self._events.written.get(copy.slot) is done:
                     del self._events.written[copy.slot]
                 self._num_ahead -= job.is_ahead
-                # Two streams share the link: it is busy for what its bytes take, not for their sum.
+                # Two streams share the link, so it is busy for the time of the bytes, not for the
+                # sum of the copies' times.
                 self._clock.add_link(self._store[copy.layer].image_bytes / self._link.rate)
                 arrived.append((copy.layer, copy.expert, self._clock.now))
         self.flush()
@@ -238,7 +240,7 @@ class CudaCopyEngine:
         """Queue copies on a stream, as many at once as host slots can be held."""
         held: list[_Job] = []
         for job in jobs:
-            self._has_come(job)  # all that there is room for are on their way
+            self._has_come(job)  # starts all reads that there is room for
         for job in jobs:
             if job.held is None:
                 self._copy(held, stream)
@@ -266,7 +268,7 @@ class CudaCopyEngine:
             return
         events, streams, slots = self._events, self._streams, self.slots
         copies, back, num_bytes = list[HostCopy](), list[HostCopy](), 0
-        before: dict[Event, None] = {}  # in order, each once
+        before: dict[Event, None] = {}  # an ordered set
         for job in jobs:
             copy = job.copy
             assert slots.can_write(copy.slot, job.generation), f"slot {copy.slot} is in use"

@@ -30,7 +30,7 @@ from tandem.kernels.formats.weight_format import aligned
 if TYPE_CHECKING:
     from tandem.triton_kernels.experts import TritonExperts
 
-# Tensors of a `download` stay valid until so many more: a layer makes three at most.
+# Tensors from `download` stay valid for this many more downloads; a layer makes at most three.
 _DOWNLOADS_KEPT = 4
 
 
@@ -64,7 +64,7 @@ class CudaDevice(Device):
         self._uploads = PinnedArena(streams)
         self._num_downloads = 0
         self._on_busy, self._is_watched = on_busy, is_watched
-        self._batches: list[tuple[Event, Event]] = []  # begin and end, since the last download
+        self._batches: list[tuple[Event, Event]] = []  # (begin, end) since the last download
 
     def memory(self) -> DeviceMemory:
         """Return total and free memory."""
@@ -75,16 +75,16 @@ class CudaDevice(Device):
 
         Raises `OutOfDeviceMemoryError`.
         """
-        with torch.inference_mode(False):  # else only inference mode could write to it
+        with torch.inference_mode(False):  # otherwise only inference mode could write to it
             try:
                 memory = self.streams.empty(num_bytes)
             except OutOfDeviceMemoryError as error:
                 left = format_bytes(self.memory().free_bytes)
                 raise OutOfDeviceMemoryError(
                     f"{self.streams.name} has {left} left for Tandem and {format_bytes(num_bytes)} "
-                    "were asked for; lower gpu_memory"
+                    "were requested; lower gpu_memory"
                 ) from error
-        # It may have been the model's a moment ago, and copies do not run on the model's stream.
+        # The model's stream may just have freed this memory, and copies run on another stream.
         self.streams.synchronize()
         return memory
 
@@ -116,7 +116,7 @@ class CudaDevice(Device):
         streams.run(Stream.COMPUTE, copy)
         streams.record(Stream.COMPUTE).synchronize()
         self._uploads.reset()
-        if self._on_busy is not None:  # all batches are done by now: they are before the copies
+        if self._on_busy is not None:  # all batches are done: they precede the copies on the stream
             for first, last in self._batches:
                 self._on_busy(streams.between(first, last))
             self._batches.clear()
@@ -191,7 +191,7 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         """Wait for the GPU, unpin memory, and lift the limit on its memory."""
-        with contextlib.suppress(RuntimeError):  # an error of a GPU that is given up
+        with contextlib.suppress(RuntimeError):  # the error of a GPU that is no longer used
             self.streams.synchronize()
         while self._pinned:
             self.streams.unpin(self._pinned.pop())
@@ -245,10 +245,10 @@ class PinnedArena:
         size = tensor.numel() * tensor.element_size()
         end = self._used_bytes + size
         if self._memory is None or end > self._memory.numel():
-            # What was handed out before lives on by its views.
+            # Views keep the previous memory alive.
             with torch.inference_mode(False):
                 self._memory = self._streams.pinned(max(1 << 16, 2 * size))
             self._used_bytes, end = 0, size
         piece = self._memory[self._used_bytes : end].view(tensor.dtype).view(tensor.shape)
-        self._used_bytes = aligned(end)  # views of any dtype fit there
+        self._used_bytes = aligned(end)  # aligned for views of any dtype
         return piece

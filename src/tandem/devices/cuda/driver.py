@@ -34,7 +34,7 @@ class Driver:
             ctypes.byref(address),
             ctypes.c_int(version),
             ctypes.c_uint64(_DEFAULT_FLAGS),
-            None,  # why there is none is not asked
+            None,  # the reason for a missing function is not requested
         )
         if code != 0 or not address.value:
             return None

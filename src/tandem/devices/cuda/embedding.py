@@ -23,7 +23,7 @@ class HostEmbedding(nn.Module):
     def __init__(self, on_host: ModelPart, device: torch.device) -> None:
         """Read rows by calling `on_host`, embeddings on the CPU."""
         super().__init__()
-        self._on_host = (on_host,)  # no child: what moves the model leaves it
+        self._on_host = (on_host,)  # not a submodule, so moving the model does not move it
         self.device = device
         self.num_embeddings: int = on_host.num_embeddings
         self.embedding_dim: int = on_host.embedding_dim

@@ -26,11 +26,11 @@ from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.measuring.profiler import REPETITIONS
 from tandem.policy.cost import GRAPH, HostCosts
 
-# Of kernels while they are tried, which nothing but a broken way of signalling lets come to it.
+# How long a kernel waits during the trial. Only a broken way of signalling reaches it.
 _WAIT_SECONDS = 0.2
 _NO_EXPERT, _ABSENT = -1, 0
-_TRIAL_VALUES = 1  # of a token whose hand-over is tried: by the same kernels
-_ASLEEP_SECONDS = 1e-3  # after so long without work a thread sleeps
+_TRIAL_VALUES = 1  # values per token in the trial, which runs the same kernels
+_ASLEEP_SECONDS = 1e-3  # a thread without work sleeps after this time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def find_signals(streams: CudaStreams, limits: TrialLimits | None = None) -> Sig
     if importlib.util.find_spec("triton") is None:
         return None
     device, make_capture = streams.device, None
-    if device.type == "cuda":  # else a twin, whose captures know nothing of signals
+    if device.type == "cuda":  # otherwise the device is a CPU twin, whose captures know no signals
         make_capture = functools.partial(CudaCapture, device)
     found = list[Trial]()
     for make in (lambda: KernelSignals(_WAIT_SECONDS), lambda: _stream_signals(device)):
@@ -107,12 +107,13 @@ def graph_costs(
     one_way = max(0.0, of_misses - of_hits) / 2
     return HostCosts(
         path=GRAPH,
-        step_seconds=0.0,  # in the dense parts, which are timed in whole steps
+        step_seconds=0.0,  # dense parts include it, because they are timed in whole steps
         layer_seconds=of_hits,
         cpu_begin_seconds=one_way,
         cpu_end_seconds=one_way,
         fetch_seconds=fetch_seconds,
-        # Two kernels that find no expert take what publish and combine do.
+        # Both kernels of a second launch find no expert here; they take as long as publish and
+        # combine.
         second_launch_seconds=taking + of_hits,
         copy_wake_seconds=wake_seconds(),
         asking_seconds=asking,
@@ -260,7 +261,7 @@ class Trial:
         finally:
             held.cancel()
             self._answer(result)
-        # Also of a failed trial: the next one uses the same words.
+        # Wait also after a failed trial, because the next one uses the same words.
         has_ended = self._comes(end.query)
         return has_rung and has_waited and has_ended and float(self._out[0, 0]) == result
 
@@ -290,7 +291,7 @@ class Trial:
         return seconds
 
     def _answer_all(self, is_over: threading.Event) -> None:
-        words = self._words.numpy()  # sooner read than a tensor
+        words = self._words.numpy()  # faster to read than a tensor
         for _ in range(self._limits.layers):
             last = time.perf_counter() + self._limits.doorbell_seconds
             while words[0] != 1:

@@ -53,7 +53,7 @@ class HandedLayers:
         self._experts, self._signals = experts, signals
         self._words, self._fetches = words, fetches
         self._routers = routers
-        self._heard: dict[int, Tensor] = {}  # by layer: what its router has read
+        self._heard: dict[int, Tensor] = {}  # layer -> what its router has read
 
     def serves(self, layer: int, functions: ExpertFunctions, index: Tensor) -> bool:
         """Tell whether a layer can be handed over: packed, plainly gated, of few tokens."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tandem.triton_kernels.experts import TritonExperts
 
 _LOOK_SECONDS = 5e-5
-_SPINNING_SECONDS = 5e-3  # what a step's output head takes, and more
+_SPINNING_SECONDS = 5e-3  # longer than a step's output head takes
 
 
 class HandedSteps(CapturedSteps):
@@ -79,14 +79,14 @@ class HandedSteps(CapturedSteps):
         assert isinstance(first, PackedLayer), "what is handed over is packed"
         self._hidden_size = first.layout.hidden_size
         self._words, self._routers = self._wait_words(), routers or ()
-        self._layers: dict[int, tuple[int, HandedLayers]] = {}  # by size, with the mailbox's number
+        self._layers: dict[int, tuple[int, HandedLayers]] = {}  # size -> (mailbox, layers)
         self._begin: Event | None = None
         self._end: Event | None = None
         self._link: _native.DriverLink | None = None
         self.is_given_up = False
         """Whether steps go the way of graph segments after all."""
         if library is not None:
-            streams.run(Stream.COMPUTE, lambda: self._open(library))  # the GPU is the current one
+            streams.run(Stream.COMPUTE, lambda: self._open(library))  # makes this GPU current
 
     def _wait_words(self) -> "WaitWords":
         from tandem.devices.cuda.handing import WaitWords
@@ -156,7 +156,8 @@ class HandedSteps(CapturedSteps):
         already.
         """
         number, _ = self._layers[size]
-        if known and self._end is not None:  # its tokens are the last step's: it is over
+        # The known loads depend on the last step's tokens, so that step has ended.
+        if known and self._end is not None:
             self._wait_for(self._end)
         if self._begin is not None and self._end is not None and self._end.query():
             self._device.add_busy(self._streams.between(self._begin, self._end))
@@ -182,7 +183,7 @@ class HandedSteps(CapturedSteps):
             self.wait_for_device()
             raise
         if self._signals.wait_seconds > 0:
-            self._wait_for(self._end)  # a wait may run out up to the last layer's
+            self._wait_for(self._end)  # even the last layer's wait may expire
             if int(self._words.given_up):
                 raise RuntimeError(
                     f"{self._streams.name} has waited for {self._signals.wait_seconds:g} seconds "

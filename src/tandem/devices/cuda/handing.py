@@ -13,13 +13,13 @@ from tandem.devices.cuda.signals import Signals
 from tandem.experts.execution.asked_routers import SCORINGS, AskedRouter
 from tandem.triton_kernels import hand_over
 
-# Few enough that each of them has its rows under way at once; so 8 programs for 2,048 values.
+# Few columns, so that all rows of a program are loaded at once: 8 programs for 2,048 values.
 _COMBINE_COLS = 256
 _COMBINE_WARPS = 2
 _PUBLISHED_AT_ONCE = 1024
-# Of a router's matrix: as many programs as it has experts, by two, so that it comes at once.
+# Blocks of a router's matrix: one program for two experts, so that all of it is read at once.
 _ASKED_EXPERTS, _ASKED_COLS = 2, 512
-_LOOKS_OFF_GPU = 1 << 30  # in the interpreter, where there is no clock
+_LOOKS_OFF_GPU = 1 << 30  # for the interpreter, which has no clock
 
 
 class WaitWords(NamedTuple):

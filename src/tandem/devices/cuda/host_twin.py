@@ -19,7 +19,8 @@ class HostTwin:
 
     def bring(self, values: Sequence[object] | Tensor) -> None:
         """Queue the copy of values; there may be fewer than fit."""
-        if self._brought is not None:  # a step has waited for the one before: only after an error
+        # Waits only after an error; otherwise a step has waited for this copy.
+        if self._brought is not None:
             self._brought.synchronize()
         if isinstance(values, Tensor):
             self.host.copy_(values)

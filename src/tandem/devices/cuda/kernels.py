@@ -53,7 +53,7 @@ class TorchKernels:
 
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
         """Write sum over k of weight * row, first to last; all on the device, -1 adds nothing."""
-        padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # -1 finds the zeros
+        padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # -1 selects the row of zeros
         total = torch.zeros_like(out, dtype=torch.float32)
         for k in range(row_of.shape[1]):
             total += weights[:, k, None].float() * padded[row_of[:, k].long()]

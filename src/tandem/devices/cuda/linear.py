@@ -91,7 +91,7 @@ def linear_compilations(model: nn.Module, device: torch.device) -> list[Callable
     """
     from tandem.triton_kernels.rows import TILE_ROWS, VECTOR_TOKENS
 
-    # Layers of one kind share kernels: Triton looks at whether shapes are multiples of 16.
+    # Layers of one kind share kernels: Triton compiles by whether shapes are multiples of 16.
     kinds = {
         (m.packed.format, m.dtype, m.in_features % 16 == 0, m.out_features % 16 == 0): m
         for m in model.modules()

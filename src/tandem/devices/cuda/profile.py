@@ -42,7 +42,8 @@ from tandem.experts.measuring.profiler import (
 from tandem.kernels.formats.weight_format import aligned
 from tandem.policy.cost import FETCHES_A_LAUNCH, SEGMENTS, HardwareProfile, HostCosts
 
-# So many times the GPU's cache lie between two uses of an expert, which is then read from memory.
+# Between two uses of an expert, other experts of this many cache sizes are read, so that it is read
+# from memory.
 CACHES_BETWEEN_USES = 4
 
 
@@ -89,7 +90,7 @@ def measure_device(
         cpu_end_seconds=bench.bring_seconds(),
         fetch_seconds=bench.launch_seconds() / FETCHES_A_LAUNCH,
     )
-    host = () if graph is None else (graph(segments.fetch_seconds),)  # the usual way comes first
+    host = () if graph is None else (graph(segments.fetch_seconds),)  # the default path comes first
     return dataclasses.replace(
         profile,
         source="measured by tandem profile",
@@ -116,7 +117,7 @@ class _Bench:
         self._turns = itertools.cycle(self._held)
         self._token = experts.hidden(1, device.streams.device)
         known = experts_in_memory(store)
-        self._first = known[0]  # of the first layer
+        self._first = known[0]  # experts of the first layer
         pairs = [
             (place, layer, e) for layer, some in enumerate(known) for place, e in enumerate(some)
         ]
@@ -166,10 +167,10 @@ class _Bench:
         def once() -> float:
             launch = self._device.prepared(batch, self._next(num_experts))
             seconds = streams.seconds(Stream.COMPUTE, launch)
-            self._device.download()  # its table is not read any more
+            self._device.download()  # waits until the launch's table is no longer read
             return seconds
 
-        once()  # compiles
+        once()  # compiles the kernels
         return median(once() for _ in range(REPETITIONS))
 
     def _next(self, num_experts: int) -> _Held:
@@ -182,7 +183,7 @@ class _Bench:
             begin = time.perf_counter()
             work()
             seconds = time.perf_counter() - begin
-            self._device.download()  # waits for it
+            self._device.download()  # waits for the launch
             return seconds
 
         once()

@@ -27,7 +27,7 @@ from tandem.triton_kernels.rows import GroupedRows
 if TYPE_CHECKING:
     from tandem.triton_kernels.experts import TritonExperts
 
-MAX_TOKENS = 8  # more are worth sorting by expert
+MAX_TOKENS = 8  # for more tokens, sorting by expert pays
 
 
 class ResidentLayers:
@@ -37,7 +37,7 @@ class ResidentLayers:
         """Compute with `experts` from a cache's slots on the device of `streams`."""
         self._cache, self._experts, self._streams = cache, experts, streams
         self._device = streams.device
-        self._noted = deque[tuple[int, Tensor, Event]]()  # layer, choice, when it has come
+        self._noted = deque[tuple[int, Tensor, Event]]()  # (layer, choice, event after its copy)
         self._tables: dict[int, Tensor] = {}
         self._is_packed = all(
             isinstance(host, PackedLayer) and host.input_order is None for host in cache.store
@@ -75,7 +75,7 @@ class ResidentLayers:
 
             rows, row_of = sorted_by_expert(top_k_index, table)
         else:
-            known = top_k_index.clamp(0, len(table) - 1)  # others are padding
+            known = top_k_index.clamp(0, len(table) - 1)  # other indices are padding
             rows = each_row_alone(table[known.reshape(-1)], num_tokens, top_k)
             row_of = rows.begin[:-1].view(num_tokens, top_k).masked_fill(known != top_k_index, -1)
         computed = hidden.new_empty(num_tokens * top_k, hidden.shape[1], dtype=torch.float32)

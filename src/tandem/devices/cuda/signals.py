@@ -14,18 +14,18 @@ from torch import Tensor
 
 from tandem.devices.cuda.driver import Driver, DriverError, open_driver
 
-# The versions that are not switched off by default are those of CUDA 11.7.
+# CUDA 11.7 has the versions that are not switched off by default.
 _VERSION = 12000
-# CU_STREAM_WRITE_VALUE_DEFAULT: all that came before is visible, also to the host, before the word.
+# CU_STREAM_WRITE_VALUE_DEFAULT: all earlier writes are visible, also to the host, before the word.
 _BEHIND_ALL = 0
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 
-# A kernel's wait stays below the host's own patience, which would else end a step that the GPU is
-# still in.
+# A kernel must stop waiting before the host does. Otherwise the host would end a step while the GPU
+# is still in it.
 LONGEST_SECONDS = 9.0
-# Some drivers end a program whose kernel runs on: after 2 seconds (Windows, WSL2) or 5 (a display
-# on Linux).
+# Some drivers kill a program whose kernel runs for more than 2 seconds (Windows, WSL2) or 5 (Linux
+# with a display).
 WATCHED_SECONDS = 1.0
 _HAS_TIMEOUT = 17  # CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
 

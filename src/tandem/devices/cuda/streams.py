@@ -20,9 +20,9 @@ from tandem.kernels.torch_private import spin_gpu
 
 Work = Callable[[], None]
 
-# Cycles that are timed once to learn how long a cycle is: about 5 ms.
+# Timed once to find the length of a cycle: about 5 ms.
 _PROBE_CYCLES = 10_000_000
-# Work that is timed queues behind a pause of this length, so that launching it is not timed.
+# Timed work queues behind a pause of this length, so that the time to launch it does not count.
 _TIMING_PAUSE_SECONDS = 3e-4
 
 
@@ -77,7 +77,7 @@ class CudaStreams:
 
     def run(self, stream: Stream, work: Work) -> None:
         """Queue `work` on a stream, which owns what it allocates."""
-        if stream is Stream.COMPUTE:  # the stream that is current anyway, on this GPU
+        if stream is Stream.COMPUTE:  # the current stream of this GPU
             with torch.cuda.device(self.device):
                 work()
             return
@@ -95,11 +95,12 @@ class CudaStreams:
                 for target, source in copies
             ]
             if is_worth_a_batch(batch) and all(copy.source.is_pinned() for copy in copies):
-                with torch.cuda.device(self.device):  # its context is the driver's current one
+                with torch.cuda.device(self.device):  # the driver needs its context current
                     code = self._batch_copy(batch, self._cuda_stream(stream).cuda_stream)
                 if code == 0:
                     return
-                self._batch_copy = None  # refused before anything was queued: one by one, for good
+                # Refused before anything was queued; from now on copies go one by one.
+                self._batch_copy = None
 
         def one_by_one() -> None:
             for target, source in copies:
@@ -192,7 +193,7 @@ class CudaStreams:
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code) == 0:
             return True
-        # The driver's refusal stays noted until it is asked for: else torch would raise it later.
+        # The driver keeps the error until it is read. Otherwise torch would raise it later.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.device)
         return False
@@ -207,7 +208,7 @@ class CudaStreams:
     @functools.cached_property
     def _cycles_per_second(self) -> float:
         with torch.cuda.device(self.device):
-            spin_gpu(_PROBE_CYCLES)  # the clock rises to where it stays
+            spin_gpu(_PROBE_CYCLES)  # until the clock rate has settled
             first = self.record(Stream.COMPUTE, is_timed=True)
             spin_gpu(_PROBE_CYCLES)
             last = self.record(Stream.COMPUTE, is_timed=True)

@@ -61,7 +61,7 @@ class VirtualCopyEngine(CopyEngine):
         self._store = store
         self._geometry = geometry
         self._clock = clock
-        self._pending: dict[Claim, tuple[int, int]] = {}  # -> layer, expert
+        self._pending: dict[Claim, tuple[int, int]] = {}  # claim -> (layer, expert)
         self._claim_of: dict[tuple[int, int], Claim] = {}
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
@@ -72,7 +72,8 @@ class VirtualCopyEngine(CopyEngine):
     def _note(self, copy: Copy) -> None:
         generation = self.slots.plan_copy(copy.slot, self._geometry.key(copy.layer, copy.expert))
         older = copy.slot, generation - 1
-        if older in self._pending:  # no batch has waited for it, and its slot is planned again
+        # No batch has waited for the old copy, and its slot is planned again.
+        if older in self._pending:
             self._write(older)
         claim = copy.slot, generation
         self._pending[claim] = copy.layer, copy.expert

@@ -22,7 +22,7 @@ from tandem.policy.residency import READY
 from tandem.policy.settings import PlannerSettings, make_planner_on
 from tandem.policy.step_path import PLAIN_PATH, StepPath
 
-# A cache that does not fit is tried again with this share of its slots.
+# If a cache does not fit, the next attempt has this share of its slots.
 SHRINK = 0.9
 
 EngineMaker = Callable[[HostStore, Slots, Geometry, Clock], CopyEngine]
@@ -111,7 +111,7 @@ class ExpertCache:
         large as it can. If experts cannot be copied, the cache is left empty and the error is
         raised.
         """
-        keep = self.resident()[::-1] if resident is None else resident  # best first
+        keep = self.resident()[::-1] if resident is None else resident  # highest score first
         planner = self.planner
         self.discard()
         while True:
@@ -130,7 +130,7 @@ class ExpertCache:
 
     def discard(self) -> None:
         """Free all slots; unfinished copies are dropped."""
-        with contextlib.suppress(Exception):  # an error of what is thrown away has been raised
+        with contextlib.suppress(Exception):  # errors of dropped copies have already been raised
             self.device.synchronize()
         self.engine.slots.forget_uses()
         self.engine.close()
@@ -159,7 +159,8 @@ class ExpertCache:
     def take_arrivals(self) -> None:
         """Tell the planner which copies have ended."""
         for layer, expert, seconds in self.engine.arrivals():
-            if (layer, expert) in self._under_way:  # else of a cache that is gone
+            # Otherwise the copy belonged to an earlier cache.
+            if (layer, expert) in self._under_way:
                 self._under_way.discard((layer, expert))
                 self.planner.copy_finished(layer, expert, seconds)
 

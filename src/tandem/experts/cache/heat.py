@@ -7,7 +7,7 @@ import numpy as np
 from tandem.experts.tracing.events import LayerExecuted
 from tandem.policy.plan import Geometry
 
-# What a run counts for when the next one starts; older runs fade.
+# Weight of a run's counts when the next one starts; older runs fade.
 KEEP = 0.5
 
 

@@ -21,13 +21,14 @@ from tandem.kernels import _native
 from tandem.kernels.memory import allocate_buffers
 from tandem.policy.plan import Geometry
 
-# So many reads are under way at once, in such pieces: a disk of 2 GB/s gives its rate from 4 MB on.
+# Reads at once, and bytes of each: a disk of 2 GB/s needs 4 MB under way to reach its rate.
 READERS = 8
 _PIECE_BYTES = 1280 << 10
-# Experts of any layer that pass through: what is not admitted, and a prompt's next layer.
+# Slots for experts of any layer that only pass through: those not admitted, and those of a prompt's
+# next layer.
 _TRANSIT_SLOTS = 32
-_HELD_SLOTS = 4  # experts on their way to a device that memory does not keep
-# Without a byte for so long a request fails; the disk may wake up from its sleep.
+_HELD_SLOTS = 4  # experts on their way to a device; memory does not keep them
+# A request fails after this time without a byte, long enough for a disk to spin up.
 _PATIENCE_SECONDS = 60.0
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -163,8 +164,8 @@ def share_of(memory_bytes: int, sizes: Sequence[int], counts: Sequence[int]) -> 
     room = memory_bytes - shared
     if room < 0:
         raise CapacityError(
-            f"{format_bytes(memory_bytes)} of memory are there for experts on the disk, and "
-            f"{format_bytes(shared)} are the least; free memory, or give more as expert_memory"
+            f"experts on the disk have {format_bytes(memory_bytes)} of memory and need at least "
+            f"{format_bytes(shared)}; free memory, or give more as expert_memory"
         )
     return min(1.0, room / sum(size * count for size, count in zip(sizes, counts, strict=True)))
 

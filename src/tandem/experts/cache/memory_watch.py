@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 from tandem.experts.cache.host_slots import HostSlots
 
-# Of the memory that is to stay free: below the first share slots go, above the second they come.
+# Shares of the memory that should stay free. Below the first, slots are given back; above the
+# second, slots are added.
 _SHORT, _PLENTY = 0.5, 1.5
-# What a layer keeps at least, of the slots that it was given.
+# Share of its slots that a layer keeps at least.
 _LEAST_SHARE = 0.05
 
 

@@ -38,7 +38,7 @@ class _NextUseTable:
         self.native = native
         self._note, self.learn, self._read = native.note, native.learn, native.values
         self.resize, self.followed = native.resize, native.followed
-        self._values: memoryview | None = None  # since the last note
+        self._values: memoryview | None = None  # valid until the next note
 
     def note(
         self, load: LayerLoad, divisor: int, experts: Sequence[int], above: Sequence[int]
@@ -82,7 +82,7 @@ def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.NextUse
     return [table.native for table in _next_use_tables(geometry, span)]
 
 
-# Whose hints captured steps take: a router's, asked with the residual added.
+# The hints that captured steps take: those of the next router, asked with the residual added.
 GRAPH_HINTS = "residual"
 NATIVE_TABLES = Native(_next_use_tables, NativePredictor, _native_decider)
 

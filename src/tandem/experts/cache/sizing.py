@@ -7,8 +7,8 @@ from typing import NamedTuple
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.units import format_bytes, parse_bytes
 
-# Of the free memory, "auto" leaves this share alone: other programs, and what the device's driver
-# and the framework take for themselves.
+# Share of the free memory that "auto" leaves to other programs, the device's driver and the
+# framework.
 AUTO_MARGIN = 0.10
 
 

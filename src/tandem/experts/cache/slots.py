@@ -18,11 +18,12 @@ from torch import Tensor
 
 from tandem.kernels.formats.weight_format import aligned
 
-# Memory is taken in blocks, so that a large cache needs no single contiguous range of the device.
+# A large cache allocates several blocks, so that the device needs no contiguous range for all of
+# it.
 BLOCK_BYTES = 1 << 28
 NOTHING = -1
 
-Claim = tuple[int, int]  # slot, generation
+Claim = tuple[int, int]  # (slot, generation)
 Bring = Callable[[Sequence[Claim]], None]
 
 

@@ -18,5 +18,5 @@ class AskedRouter(NamedTuple):
 
     weight: Tensor  # (num_experts, hidden_size)
     bias: Tensor | None  # (num_experts,)
-    residual: Tensor  # (hidden_size,) fp32, added to that state; may be learned meanwhile
-    scoring: str = ""  # of `SCORINGS`, ahead of the bias
+    residual: Tensor  # (hidden_size,) fp32, added to that state; may still be learned
+    scoring: str = ""  # one of `SCORINGS`, applied before the bias

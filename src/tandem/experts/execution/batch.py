@@ -26,7 +26,7 @@ class RoutedCall(NamedTuple):
     def detached(self) -> "RoutedCall":
         """Return the call without gradients."""
         if not (self.hidden.requires_grad or self.top_k_weights.requires_grad):
-            return self  # to ask costs less than to detach
+            return self  # this check costs less than detaching
         layer, hidden, index, weights = self
         return RoutedCall(layer, hidden.detach(), index, weights.detach())
 
@@ -74,11 +74,12 @@ class ExpertBatch:
 
     layer: HostLayer
     functions: ExpertFunctions
-    side: CallSide  # of the processor that computes it
+    side: CallSide  # of the computing processor
     experts: Sequence[int]
     begin: Sequence[int]
-    tokens: Tensor  # of the rows, int32, contiguous, on the host; other batches' may be among them
-    first_token: int  # where this batch's begin in it
+    # The token of each row: int32, contiguous, on the host. May include other batches' rows.
+    tokens: Tensor
+    first_token: int  # position of this batch's first token in `tokens`
 
     def by_expert(self) -> Iterator["ExpertBatch"]:
         """Yield a batch for each expert."""

@@ -34,7 +34,7 @@ from tandem.policy.residency import NOWHERE
 
 PATIENCE_SECONDS = 10.0
 
-_SlotCopy = tuple[int, int, int, int]  # layer, expert, slot, who leaves it or -1
+_SlotCopy = tuple[int, int, int, int]  # (layer, expert, slot, evicted expert or -1)
 _Record = tuple[int, list[int], list[int], list[float], int, float, float, float, float, list[int]]
 
 
@@ -65,12 +65,12 @@ class CapturedSteps:
         """
         self._cache, self._rate, self._table = cache, bytes_per_second or 0.0, table
         self.coordinator = _native.StepCoordinator(layers, threads.num_threads, threads.isa)
-        self._slots: object = None  # those that the coordinator knows
+        self._slots: object = None  # slots that the coordinator knows
         self._policy: _native.StepPolicy | None = None
         self._is_entered = False
-        self._ring: list[int] = []  # slots that the policy fetches into
-        self._changed: dict[int, int] = {}  # slot -> key, since the last planned step
-        self._num_tokens = 0  # of the step under way
+        self._ring: list[int] = []  # slots into which the policy fetches
+        self._changed: dict[int, int] = {}  # slot -> key of changes since the last planned step
+        self._num_tokens = 0  # tokens of the step under way
         self._unreported: tuple[Sequence[_Record], dict[int, _Copies]] | None = None
 
     @property
@@ -102,7 +102,7 @@ class CapturedSteps:
         self._lend_slots(num_tokens)
         self._cache.tell_host()
         self.coordinator.begin_step(box, PATIENCE_SECONDS)
-        # The thread has left the last step, and waits for a doorbell.
+        # The coordinator's thread has left the last step and waits for a doorbell.
         self.coordinator.clear_entries()
         self._choose_rule(num_tokens)
         if known:
@@ -158,7 +158,7 @@ class CapturedSteps:
         self.wait_for_device()
         self._is_entered = False
         self.coordinator.clear_entries()
-        self.coordinator.begin_copies()  # nothing reads any slot
+        self.coordinator.begin_copies()  # no kernel reads a slot now
         self.coordinator.drain_copies()
         planner = self._cache.planner
         for layer, expert, seconds in self.coordinator.take_arrivals():

@@ -28,7 +28,7 @@ from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
 from tandem.policy.plan import LayerLoad
 
-# Bounds the fp32 rows of a long prompt: 2048 tokens x top-8 x 2048 values are 128 MiB.
+# Limits the fp32 results of a long prompt: 2048 tokens x top-8 x 2048 values are 128 MiB.
 MAX_TOKENS_AT_ONCE = 2048
 
 
@@ -151,7 +151,7 @@ def unheard(executor: Executor | None) -> Iterator[None]:
     executor.catch_up()
     listeners = executor.listeners
     kept = listeners[:]
-    listeners.clear()  # in place: recorded steps hold this very list
+    listeners.clear()  # in place, because recorded steps hold this list object
     try:
         yield
     finally:
@@ -166,7 +166,7 @@ class CpuExecutor(Executor):
         super().__init__(store)
         self._kernels = ExpertKernels(threads or CpuThreads())
         self._rows = RowMemory()
-        self._rows_lock = threading.Lock()  # several Python threads may call one model
+        self._rows_lock = threading.Lock()  # several Python threads may call the same model
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         """Compute a call; see `execute`."""
@@ -178,7 +178,7 @@ class CpuExecutor(Executor):
 
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
         """Return the direct call of a packed layer; None if the kernels do not support it."""
-        if type(self) is not CpuExecutor:  # a subclass computes in a way of its own
+        if type(self) is not CpuExecutor:  # a subclass computes differently
             return None
         layer = self.store[call.layer]
         native = native_layer(layer, functions)
@@ -206,7 +206,7 @@ class CpuExecutor(Executor):
             if self.listeners:
                 self.report(layer, call.top_k_index, num_active, call.top_k_index.numel())
             return out
-        self._kernels.wake()  # while the rows are sorted
+        self._kernels.wake()  # threads wake up while tokens are sorted
         routing = Routing(call.top_k_index, layer.arrivals.num_experts)
         order = routing.fastest_order()
         with self._rows_lock:

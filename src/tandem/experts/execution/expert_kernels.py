@@ -127,7 +127,7 @@ class ExpertKernels:
         layer, functions = batch.layer, batch.functions
         assert isinstance(layer, PackedLayer)
         activate = functions.unpacked_activate or functions.activate
-        dtype = batch.hidden.dtype  # the model's own code expects it
+        dtype = batch.hidden.dtype  # the model's own code expects this dtype
         begin = torch.tensor(
             [row - batch.begin[0] for row in batch.begin], dtype=torch.int32, device="cpu"
         )

@@ -36,15 +36,16 @@ class ForcedRouting(PassingExecutor):
         self._trace = trace
         self._at = 0
         self._tokens: _Tokens | None = None
-        self._choices: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}  # by tokens
-        self._there: tuple[Tensor, Tensor] | None = None  # of the step, where the model's state is
+        # (number of tokens, device) -> choices.
+        self._choices: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._there: tuple[Tensor, Tensor] | None = None  # the step's choices on the model's device
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Advance to the trace's next tokens."""
         self._tokens = self._take(len(token_ids)) if token_ids else None
         self._there = None
         for (num_tokens, _), kept in self._choices.items():
-            # A step on a GPU may have rows without a token.
+            # A step on a GPU may have padding tokens.
             if len(token_ids) == num_tokens or 0 < len(token_ids) < num_tokens <= MAX_GRAPH_TOKENS:
                 self._fill(*kept)
         super().begin_step(token_ids, is_prefill=is_prefill)
@@ -92,7 +93,8 @@ class ForcedRouting(PassingExecutor):
         key = num_tokens, device
         if key not in self._choices:
             shape = (self._trace.meta.n_moe_layers, num_tokens, self.top_k)
-            with torch.inference_mode(False):  # steps write to them wherever they begin
+            # Steps write to them inside or outside inference mode.
+            with torch.inference_mode(False):
                 index = torch.zeros(shape, dtype=torch.int64, device=device)
                 kept = index, torch.zeros(shape, device=device)
             if self._tokens is not None and len(self._tokens) <= num_tokens:

@@ -43,9 +43,9 @@ class _LayerStep(NamedTuple):
     host: HostLayer
     functions: ExpertFunctions
     routing: Routing
-    hidden: Tensor  # (n_tokens, hidden_size), where the model's state lies
-    tokens: Tensor  # the same on the host
-    weights: Tensor  # (n_tokens, top_k), where the model's state lies
+    hidden: Tensor  # (n_tokens, hidden_size), on the model's device
+    tokens: Tensor  # the same, on the host
+    weights: Tensor  # (n_tokens, top_k), on the model's device
 
 
 class _Done(NamedTuple):
@@ -83,8 +83,8 @@ class HybridExecutor(Executor):
         self._kernels = kernels
         self._turn = threading.Lock()
         self._announced: tuple[Sequence[int], bool] | None = None
-        self._prompt: Sequence[int] | None = None  # that was announced last, if it was one
-        self._known: Sequence[LayerLoad] = ()  # of the forward pass that comes
+        self._prompt: Sequence[int] | None = None  # the prompt announced last, if any
+        self._known: Sequence[LayerLoad] = ()  # loads of the coming forward pass
         self._last_layer = len(self.store)
         self._wanted_slots: int | None = None
         self._step_copies: tuple[Copy, ...] = ()
@@ -136,7 +136,8 @@ class HybridExecutor(Executor):
             with self._losing_at_most_a_step():
                 begin(self.take_known())
                 yield
-                self.captured.report(self.listeners)  # the step before, while this one is computed
+                # Reports the previous step while the GPU computes this one.
+                self.captured.report(self.listeners)
                 self.captured.finish(is_heard=bool(self.listeners))
 
     @contextlib.contextmanager
@@ -199,7 +200,7 @@ class HybridExecutor(Executor):
 
     def close(self) -> None:
         """End all threads and give the device's memory back."""
-        with contextlib.suppress(RuntimeError):  # a device that is lost
+        with contextlib.suppress(RuntimeError):  # the device is lost
             self.catch_up()
         if self.captured is not None:
             self.captured.close()
@@ -220,7 +221,7 @@ class HybridExecutor(Executor):
                     f"MoE layer {layer} could not be computed ({error}); the request is lost, the "
                     "model can be used again"
                 ) from error
-            except BaseException:  # Ctrl-C: no error, but the layer is half done all the same
+            except BaseException:  # Ctrl-C is no error, but leaves the layer half done
                 self._recover(shrink=False)
                 raise
 
@@ -379,7 +380,7 @@ class HybridExecutor(Executor):
         if self.captured is not None:
             self.captured.leave()
         slots = self.cache.num_slots
-        with contextlib.suppress(Exception):  # then the cache is left empty
+        with contextlib.suppress(Exception):  # on failure the cache stays empty
             self.cache.resize(int(slots * SHRINK) if shrink else slots)
         self._whole = self.device.resident(self.cache)
         self._last_layer = len(self.store)

@@ -13,7 +13,7 @@ class PassingExecutor(Executor):
     """Forwards everything to the wrapped executor. A subclass overrides `before` or `after`."""
 
     needs_steps = True
-    takes_drafts = False  # a step is a token of each sequence to what records or forces routing
+    takes_drafts = False  # recording and forcing expect one token per sequence in a step
 
     def __init__(self, inner: Executor) -> None:
         """Wrap `inner`, with its store and its listeners."""

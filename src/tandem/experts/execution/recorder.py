@@ -18,11 +18,12 @@ from tandem.experts.execution.passing_executor import PassingExecutor
 from tandem.trace import RoutingTrace, TraceMeta
 
 Array = npt.NDArray[Any]
-# Under this key of a trace's meta stands how many tokens of each sequence ran as its prompt.
+# Key of a trace's meta: how many tokens of each sequence ran as its prompt.
 PROMPT_TOKENS = "prompt_tokens"
 
 
-# What is predicted for the layer after the one that was just computed: by predictor (n_tokens, k).
+# Returns predictions for the layer after the given one, which has just been computed: predictor ->
+# (n_tokens, k).
 Guesses = Callable[[int], Mapping[str, Tensor]]
 
 
@@ -32,7 +33,7 @@ class _Step(NamedTuple):
     ids: Array
     experts: list[Array]
     weights: list[Array]
-    guesses: list[dict[str, Array]]  # of each layer for the next
+    guesses: list[dict[str, Array]]  # of each layer for the next one
 
 
 class _Sequence(NamedTuple):
@@ -105,7 +106,7 @@ class RoutingRecorder(PassingExecutor):
     def after(self, call: RoutedCall) -> None:
         """Record the routing of a layer."""
         layer = call.layer
-        # A layer that comes again before the next step begins is a second look at it.
+        # If a layer comes again before the next step begins, it has already been recorded.
         if self._is_recording and len(self._steps[-1].experts) == layer:
             step = self._steps[-1]
             step.experts.append(call.top_k_index.to("cpu").numpy().copy())

@@ -37,7 +37,8 @@ class ReferenceExecutor(Executor):
         if host.input_order is not None:
             rows = rows[:, host.input_order[expert].long()]
         activate = functions.activate
-        if isinstance(host, PackedLayer):  # whose gate comes before up, whatever the model's order
+        # Packed layers have the gate before up, whatever the model's order.
+        if isinstance(host, PackedLayer):
             activate = functions.unpacked_activate or activate
         return expert_ffn(rows, self.weights(host, expert), activate)
 

@@ -88,7 +88,7 @@ class RoutedLayers:
                 batch.experts if addresses is None else addresses, addresses is not None,
                 batch.begin, tokens, batch.first_token, hidden, rows,
             )  # fmt: skip
-        except ValueError as error:  # rows, experts or tokens that do not exist
+        except ValueError as error:  # indices of routed tokens, experts or tokens are out of range
             raise ModelError(f"the routing of a layer is damaged: {error}") from error
 
     def run_directly(

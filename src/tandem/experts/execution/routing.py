@@ -27,7 +27,7 @@ class SortedTokens(NamedTuple):
 
     begin: list[int]
     token: Tensor  # (n_rows,) int32
-    row_of: Tensor  # (n_tokens, top_k) int32: the row of each choice; -1 for padding
+    row_of: Tensor  # (n_tokens, top_k) int32: the routed token of each choice; -1 for padding
 
 
 @functools.lru_cache(maxsize=64)
@@ -52,7 +52,8 @@ class Routing:
         """Count a (n_tokens, top_k) choice, which must be on the CPU."""
         self.num_tokens, self.top_k = top_k_index.shape
         self.num_experts = num_experts
-        self._single: list[int] | None = None  # the choice of a single token: no arrays are needed
+        # A single token's choice, for which no arrays are needed.
+        self._single: list[int] | None = None
         if self.num_tokens == 1:
             row: list[int] = top_k_index.tolist()[0]
             ordered = sorted(row)
@@ -110,7 +111,7 @@ class Routing:
         if self._single is not None:
             places = _row_table(tuple(map(order.index, self._single)))
             return SortedTokens(_counting(self.top_k + 1), _zeros(self.top_k), places)
-        # Padding ranks behind all experts, and is cut off.
+        # Padding sorts behind all experts and is cut off.
         rank = np.full(self.num_experts + 1, len(order), dtype=np.int16)
         rank[list(order)] = np.arange(len(order))
         chosen = self._flat

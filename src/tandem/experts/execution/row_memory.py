@@ -16,7 +16,8 @@ class RowMemory:
         """Allocate with `allocate`, which takes a number of fp32 values."""
         self._allocate = allocate
         self._memory: Tensor | None = None
-        self._view: Tensor | None = None  # what was asked for last: the same in every decode step
+        # The latest result, because every decode step asks for the same.
+        self._view: Tensor | None = None
 
     def __call__(self, num_rows: int, width: int) -> Tensor:
         """Return memory for (num_rows, width) fp32, which the next such call reuses."""

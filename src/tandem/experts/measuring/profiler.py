@@ -31,7 +31,8 @@ EMULATED = "emulated"
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EXPERTS_AT_ONCE = 8
 REPETITIONS = 7
-# A count whose batch takes longer is the last; the tables go on in a straight line.
+# The first token count whose batch takes longer is the last one measured. Beyond it, tables are
+# extrapolated linearly.
 LONGEST_BATCH_SECONDS = 0.4
 
 DenseSeconds = Callable[[int], float]  # of one layer, by token count

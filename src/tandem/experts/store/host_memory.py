@@ -19,7 +19,7 @@ def available_bytes() -> int:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 limits.append(int(line.split()[1]) * 1024)
-    except OSError:  # not Linux: all of it, which is at least an upper bound
+    except OSError:  # not Linux: the total, as an upper bound
         limits.append(total_bytes())
     return min(limit for limit in limits if limit is not None)
 
@@ -38,7 +38,7 @@ def process_bytes() -> int:
 
 def peak_process_bytes() -> int:
     """Return the peak memory of this process, including pages that it could give back."""
-    try:  # getrusage counts what the process took that started this one
+    try:  # not getrusage, which also counts the memory of the process that started this one
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

@@ -174,7 +174,7 @@ class PackedLayer:
         else:
             targets = [layout.up_half(buffer, half) for half in range(layout.num_halves)]
         name = f"{self.arrivals.name}, expert {expert}: {tensor_name}"
-        if len(parts) < len(targets):  # one tensor has both halves
+        if len(parts) < len(targets):  # one tensor holds both halves
             halves = (half_rows(layout, half, self._is_interleaved) for half in range(2))
             parts = [parts[0].rows_at(half) for half in halves]
         for target, part in zip(targets, parts, strict=True):
@@ -198,7 +198,7 @@ class PackedLayer:
             self._orders().copy_(tensor)
             return
         expected = (self.arrivals.num_experts, aligned(self.layout.num_bytes, FILE_ALIGNMENT_BYTES))
-        without_gaps = (self.arrivals.num_experts, self.layout.num_bytes)  # before format 3
+        without_gaps = (self.arrivals.num_experts, self.layout.num_bytes)  # packed formats before 3
         has_shape = tuple(tensor.shape) in (expected, without_gaps)
         if stored_name != STORED_NAME or not has_shape or tensor.dtype != torch.uint8:
             raise ModelError(

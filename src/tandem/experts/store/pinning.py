@@ -23,7 +23,7 @@ from tandem.experts.store.host_store import HostLayer, HostStore
 from tandem.hardware.windows import wsl_version
 from tandem.kernels.memory import allocate
 
-# Left for everybody else when experts are copied out of their files.
+# Left to other programs when experts are copied out of their files.
 KEPT_FREE_BYTES = 1 << 30
 
 Pin = Callable[[Tensor], bool]

@@ -74,8 +74,8 @@ class KeptElsewhere(nn.Parameter):
 
 def _refuse_to_adapt() -> NoReturn:
     raise ConfigError(
-        "an adapter was asked for on experts that Tandem computes, which it would not reach; name "
-        "other modules, such as target_modules=['q_proj', 'v_proj'], instead of 'all-linear'"
+        "an adapter cannot change experts, because Tandem computes them; name other modules, such "
+        "as target_modules=['q_proj', 'v_proj'], instead of 'all-linear'"
     )
 
 
@@ -103,4 +103,5 @@ class _ShowInStateDict:
             found[prefix + name] = StandIn(shape, module.get_parameter(name).dtype)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        refuse_to_copy()  # raises in code that copies or pickles the module, or one that holds it
+        # Raises for any code that copies or pickles this module or one that contains it.
+        refuse_to_copy()

@@ -19,11 +19,12 @@ from tandem.kernels import _native
 _FORMATS = ("bf16", "int8", "int4", "mxfp4")
 _PROMPT = tuple(range(40, 72))
 STEPS = 32
-# Of a token's logits, relative to their size. Recorded steps add in another order than torch does,
-# and the last digit of a sum decides to which integer int8 kernels round it. Mistakes come to one.
+# Largest difference of a token's logits, relative to their size. Recorded steps add in another
+# order than torch, and the last digit of a sum may round to another integer in int8 kernels. A
+# mistake gives about one.
 _MOST_DIFFERENCE = 3e-2
 VOCABULARY = 256
-# Larger than Transformers' own, so that the most likely token leads clearly.
+# Larger than in Transformers, so that the most likely token leads clearly.
 _WEIGHT_SPREAD = 0.1
 
 
@@ -73,7 +74,7 @@ def answer() -> Said:
         )
         require_runtime(model).executor.close()
     difference = ((recorded - plain).norm(dim=-1) / plain.norm(dim=-1)).max().item()
-    if not difference <= _MOST_DIFFERENCE:  # also what is not a number
+    if not difference <= _MOST_DIFFERENCE:  # also if it is NaN
         raise ExecutionError(
             f"the logits of recorded steps are up to {difference:.2%} from those of plain ones"
         )

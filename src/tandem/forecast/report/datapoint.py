@@ -15,7 +15,7 @@ from tandem.forecast.report.record import Record, write_whole
 from tandem.hardware.profiles import DATAPOINT, DATAPOINT_FORMAT, load_profile
 from tandem.policy.cost import HardwareProfile
 
-# A file begins so; `require_writable` tells by it that it may be written again.
+# Each file begins with it; `require_writable` overwrites only such files.
 FIRST_LINE = f'{{"{DATAPOINT}": {DATAPOINT_FORMAT},'
 HOLDS = (
     "versions of Tandem, Python, the system's kernel, torch and Transformers",

@@ -27,7 +27,7 @@ from tandem.kernels.native import ActivationKind, NativeActivation
 _SWIGLU = NativeActivation(ActivationKind.SWIGLU)
 _COPY_BYTES = 1 << 28
 _EXPERTS = 64
-_HIDDEN, _INTERMEDIATE = 2048, 768  # Qwen3-30B-A3B's experts
+_HIDDEN, _INTERMEDIATE = 2048, 768  # the size of Qwen3-30B-A3B's experts
 _HAND_OVER_HIDDEN = 2048
 _REPLAYS = 100
 _LAUNCHES = 50
@@ -220,9 +220,9 @@ def small_model(device: str = "cuda") -> Said:
         ours, theirs = Generator(hybrid), Generator(alone)
         found, expected = (logits_of(each).log_softmax(-1) for each in (ours, theirs))
         each = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
-        divergence = each.max().item()  # what is not a number stays so
+        divergence = each.max().item()  # max keeps NaN
         require_runtime(hybrid).executor.close()
-    if not divergence < _MOST_DIVERGENCE:  # also what is not a number
+    if not divergence < _MOST_DIVERGENCE:  # also if it is NaN
         raise ExecutionError(f"its logits are {divergence:.2g} nats from the CPU's")
     slower = f"; {ours.why_slower}" if ours.why_slower else ""
     text = f"KL at most {max(0.0, divergence):.1e} nats from the CPU in fp32{slower}"

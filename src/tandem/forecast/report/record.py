@@ -18,7 +18,7 @@ from tandem.core.errors import ConfigError
 from tandem.forecast.report.stages import Outcome
 from tandem.forecast.windows_check import Finding
 
-_LEAST_NAME = 3  # characters: a shorter name of a user is also part of words
+_LEAST_NAME = 3  # characters; a shorter user name also occurs within words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ def require_writable(path: Path, first_line: str, kind: str) -> None:
     A file that begins with `first_line`, of this `kind`, may be overwritten.
     """
     if not path.parent.is_dir():
-        raise ConfigError(f"{path.parent} is no directory; make it, or name another file")
+        raise ConfigError(f"{path.parent} is not a directory; make it, or name another file")
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; name a file in it")
     if path.exists() and not _begins_with(path, first_line):
-        raise ConfigError(f"{path} is there already and is no {kind}; name another file")
+        raise ConfigError(f"{path} exists already and is not a {kind}; name another file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{path} cannot be written; name a file in a directory of yours")
 
@@ -114,5 +114,5 @@ def _places() -> list[tuple[str, str]]:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as containers have
+    except (KeyError, OSError):  # a user without a name, as in containers
         return ""

@@ -31,7 +31,7 @@ from tandem.sim.typical_routing import typical_routing
 _DECODE_STEPS = 64
 _MOST_LAYERS = 16
 _LEAST_LAYERS = 4
-_SHARE_OF_MEMORY = 0.35  # of what is free, for the experts that are measured
+_SHARE_OF_MEMORY = 0.35  # share of the free memory for the measured experts
 _GPU_SHAPE, _GPU_LAYERS = "qwen3-30b-a3b", 8
 _VOCABULARY = 32_768
 _LIMIT_SECONDS = 600.0
@@ -57,7 +57,7 @@ def compare(
     return Said(f"{what}: {', '.join(parts)}", numbers, profile)
 
 
-_SHORTEST_SECONDS = 0.1  # the system counts in hundredths
+_SHORTEST_SECONDS = 0.1  # system counters have a resolution of 0.01 s
 
 
 class OtherPrograms:
@@ -81,7 +81,8 @@ def _seconds_of_others() -> float:
     except OSError:  # not Linux
         return 0.0
     ticks = [int(field) for field in fields]
-    busy = sum(ticks[:3]) + sum(ticks[5:8])  # without idling and waiting; with a host's own share
+    # Without idle and iowait; includes the time that the host takes from a guest.
+    busy = sum(ticks[:3]) + sum(ticks[5:8])
     return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
@@ -98,7 +99,7 @@ def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Sai
         forecast = forecast_speed(sizes, offload, cache_dir=Path(folder), rounds=rounds)
         if isinstance(forecast, str):
             raise NotHereError(forecast)
-        gc.collect()  # the forecast's models
+        gc.collect()  # frees the forecast's models
         model = build_random_model(shape, offload, dense_dtype=sizes.dense_format)
         profile = profile_of(model)
         measured = _measured(model)
@@ -179,7 +180,7 @@ GPU_SPEED_STAGES = tuple(
     )
     for share in (0.25, 0.5, 1.0)
 )
-# What a datapoint has: one, within a minute.
+# The stages of a datapoint: one, within a minute.
 CPU_DATAPOINT_STAGES = (
     Stage(
         "olmoe int4",

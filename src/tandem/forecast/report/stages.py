@@ -23,8 +23,8 @@ from typing import Literal
 from tandem.core.errors import TandemError
 from tandem.policy.cost import HardwareProfile
 
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_MOST_DETAILS = 4000  # characters of a traceback: its end says most
+_PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
+_MOST_DETAILS = 4000  # characters of a traceback; its end says most
 
 
 class NotHereError(TandemError):
@@ -135,9 +135,9 @@ class _Child:
 def _serve(connection: Connection, errors: str) -> None:
     """Run in the child: run stages until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # however the parent ends itself
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the parent is killed
     descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    for stream in (1, 2):  # what libraries print belongs to a failure's details
+    for stream in (1, 2):  # captures what libraries print, for the details of a failure
         os.dup2(descriptor, stream)
     faulthandler.enable()
     while True:

@@ -2,7 +2,7 @@
 
 from tandem.core.errors import ConfigError
 
-# What a user may ask for; what there is to draft with is in `drafters`, which loads torch.
+# The values of the option. `drafters`, which imports torch, finds out what there is to draft with.
 SPECULATE = ("auto", "lookup", "mtp", "none")
 
 

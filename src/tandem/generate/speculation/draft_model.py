@@ -16,7 +16,7 @@ from tandem.policy.speculation.drafter import SureDraft
 NewPool = Callable[[int], CpuSlotPool]
 """Returns so many slots of the model that drafts."""
 
-_MOST_STEP_TOKENS = 8  # of a slot; more are read as a prompt
+_MOST_STEP_TOKENS = 8  # tokens of a slot in one step; more are read as a prompt
 
 
 class Guess(NamedTuple):

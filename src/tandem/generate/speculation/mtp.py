@@ -36,7 +36,7 @@ class MtpDrafter(DraftModel):
             for layer in self._layers:
                 layer.forget()
         super().follow(main)
-        if isinstance(main, CachedSlotPool):  # others verify nothing
+        if isinstance(main, CachedSlotPool):  # other pools verify no drafts
             main.on_hidden = self._note
 
     def _note(self, slot: int, first: int, hidden: Tensor) -> None:
@@ -78,7 +78,7 @@ class MtpDrafter(DraftModel):
         self, pool: CpuSlotPool, drafts: Mapping[int, Sequence[Guess]]
     ) -> dict[int, Guess]:
         drafted = {slot: [guess.token for guess in guesses] for slot, guesses in drafts.items()}
-        depth = min(map(len, drafted.values()))  # all have as many
+        depth = min(map(len, drafted.values()))  # all have the same number
         if depth >= len(self._layers):
             return self._layers[-1].write_on({slot: new[-1] for slot, new in drafted.items()})
         layer = self._layers[depth]

@@ -17,7 +17,8 @@ from tandem.decode.mtp.embedding import MtpEmbedding
 from tandem.generate.speculation.draft_model import Guess, NewPool, read
 
 _READ_AT_ONCE = 1024  # pairs
-PROMPT_TOKENS = 32  # so many are read when they come, not when a draft is asked for
+# At least this many are read as soon as they come, not when a draft is asked for.
+PROMPT_TOKENS = 32
 
 
 @dataclass(slots=True)
@@ -143,7 +144,7 @@ class MtpLayer:
         most = min(len(held), len(of_pairs))
         shared = next((i for i, (old, new) in enumerate(both) if old != new), most)
         pool.keep(slot, pool.usable(slot, shared))
-        if len(held) < pairs.num_read or len(pool.held(slot)) < shared:  # new slots hold nothing
+        if len(held) < pairs.num_read or len(pool.held(slot)) < shared:  # new slots are empty
             pairs.start = pairs.first
             pool.keep(slot, 0)
         elif shared < pairs.num_read:

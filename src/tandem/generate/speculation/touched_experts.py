@@ -19,7 +19,7 @@ def touched_experts(executor: Executor, cache: ExpertCache) -> TouchedExperts:
     executor.listeners.append(listener)
 
     def forget() -> None:
-        with contextlib.suppress(ValueError):  # nobody is to hear of what goes on
+        with contextlib.suppress(ValueError):  # stop listening
             executor.listeners.remove(listener)
 
     weakref.finalize(touched, forget)

@@ -44,7 +44,7 @@ def _profile_in(text: str) -> str:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
-        return text  # of which the profile's own reader says what is wrong
+        return text  # the profile's reader will report what is wrong
     if not isinstance(values, dict) or DATAPOINT not in values:
         return text
     if values[DATAPOINT] is True or values[DATAPOINT] != DATAPOINT_FORMAT:
@@ -52,7 +52,7 @@ def _profile_in(text: str) -> str:
             f"the datapoint's format is {values[DATAPOINT]!r}; expected {DATAPOINT_FORMAT}"
         )
     if values.get("profile") is None:
-        raise ConfigError("the datapoint holds no profile: nothing was measured there")
+        raise ConfigError("the datapoint has no profile: nothing was measured there")
     return json.dumps(values["profile"])
 
 

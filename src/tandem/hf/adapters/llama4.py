@@ -46,7 +46,7 @@ class Llama4Router(nn.Linear):
 class Llama4Moe(nn.Module):
     """The experts block of a layer: the routed experts and the shared one."""
 
-    SEPARATE = "feed_forward.experts"  # where quantised checkpoints have experts one by one
+    SEPARATE = "feed_forward.experts"  # quantised checkpoints keep experts here, one by one
 
     def __init__(self, block: ModelPart, config: PreTrainedConfig) -> None:
         """Take over the parts of a `Llama4TextMoe`."""

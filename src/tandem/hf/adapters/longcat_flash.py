@@ -15,10 +15,11 @@ class LongcatFlashExperts(AdaptedExperts):
     def __init__(self, experts: ModelPart, config: PreTrainedConfig) -> None:
         """Take over the weights of a `LongcatFlashExperts`."""
         num_experts = experts.num_routed_experts
-        gate_up = experts.gate_up_proj[:num_experts]  # the others are never read
+        gate_up = experts.gate_up_proj[:num_experts]  # the other experts' matrices are never read
         super().__init__(config, gate_up, experts.down_proj, experts.act_fn)
         self.num_experts = num_experts
-        self.num_spare_experts = experts.zero_expert_num  # Transformers writes matrices of them
+        # Transformers creates matrices for these, too.
+        self.num_spare_experts = experts.zero_expert_num
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the weighted sum of each token's experts: (n_tokens, hidden_size) in and out."""

@@ -18,8 +18,8 @@ from tandem.hf.lookahead.routers import Router
 from tandem.hf.token_tables import is_by_token
 
 _NUM_STATES = 64
-_LARGE = 8.0  # some states are so much larger: what is no product shows there
-# Of the choices: near ties fall otherwise in 16 bits.
+_LARGE = 8.0  # some states are this much larger, which shows routers that are not linear
+# Share of equal choices. In 16 bits, near ties may be decided differently.
 _LEAST_EQUAL = 0.98
 
 

@@ -80,7 +80,7 @@ class LookAhead:
         """Record what a layer's router reads, and learn its difference from the last input."""
         if layer == 0 or token_ids is not None:
             self._token_ids = token_ids
-        hidden = hidden.clone()  # a recorded step uses its memory again
+        hidden = hidden.clone()  # a recorded step reuses its memory
         before = self._hidden
         if self._layer == layer - 1 and before is not None and before.shape == hidden.shape:
             if self.cosines is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.core.errors import ConfigError, FileFormatError
 
-# A mean over so many tokens no longer moves much; beyond it older tokens fade.
+# After this many tokens the mean hardly moves; older tokens fade.
 FORGET_AFTER_TOKENS = 1 << 16
 
 

@@ -16,7 +16,7 @@ from tandem.foreign_types import PreTrainedModel
 from tandem.hf.experts import Bound
 from tandem.hf.lookahead.warm_up import WARM_UP_TOKENS, forward_tokens, warm_up_ids
 
-TOKEN_IDS = object()  # stands among a router's arguments for the ids of the step's tokens
+TOKEN_IDS = object()  # placeholder among a router's arguments for the ids of the step's tokens
 
 
 class Router(NamedTuple):
@@ -67,7 +67,7 @@ def find_routers(model: PreTrainedModel, bound: Bound) -> list[Router] | str:
     with _watch(experts, names) as (calls, choices):
         try:
             forward_tokens(model, WARM_UP_TOKENS)
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             return f"the model does not run on text alone ({error})"
     ids = warm_up_ids(model, WARM_UP_TOKENS)
     stored = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}

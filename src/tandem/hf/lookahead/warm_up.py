@@ -65,7 +65,7 @@ class NoExperts(Executor):
 def warm_up_ids(model: PreTrainedModel, num_tokens: int, *, first: int = 11) -> Tensor:
     """Return the token ids (num_tokens,) of a warm-up prompt, on the model's device."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    # Ordinary ids: multimodal models keep those that stand for images at either end.
+    # Ordinary ids: multimodal models place those of images at either end of the vocabulary.
     ids = (torch.arange(num_tokens, device="cpu") * 7 + first) % max(1, vocabulary // 2)
     there: Tensor = ids.to(model.device)
     return there

@@ -35,7 +35,7 @@ from tandem.policy.step_path import CAPTURE_SIZES, run_path
 from tandem.sim.disk import HostShare
 from tandem.sim.graph_trial import settled
 
-_DISK_SECONDS = 0.05  # of reads, to know a disk's rate
+_DISK_SECONDS = 0.05  # duration of the reads that measure a disk's rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class ObservedModel:
             settings = settled(settings, *parts, tables=NATIVE_TABLES, memory=memory)
             if slots is None:
                 return settings
-        # A GPU's steps are one graph also where the profile does not say what that costs.
+        # A GPU's steps are one graph, even if the profile does not know what that costs.
         is_graph = machine.path.in_graph or settings.copies_prompts
         asking_sizes = CAPTURE_SIZES if machine.path.in_graph and settings.may_ask else ()
         return settings.with_predictions((), asking_sizes) if is_graph else settings

@@ -14,7 +14,7 @@ from tandem.hf.machine.parts import ObservedModel
 from tandem.kernels.cpu import detect_cpu
 from tandem.policy.cost import HardwareProfile, interpolate
 
-# Raise it when what is measured changes: older profiles are then measured again.
+# Increase it when the measurement changes: older profiles are then measured again.
 MEASUREMENT = 1
 DENSE_TOKEN_COUNTS = (1, 32, 256)
 DENSE_REPETITIONS = 3

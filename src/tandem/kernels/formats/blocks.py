@@ -23,7 +23,7 @@ SCALE_DTYPES = {
     "nibble": torch.uint8,
     "grid": torch.uint8,
 }
-_BYTES = 0x01010101  # one bit of each byte of a dword
+_BYTES = 0x01010101  # the lowest bit of each byte of a dword
 FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -240,7 +240,7 @@ def _from_words(fmt: WeightFormat, words: Tensor) -> Tensor:
     if fmt.bits == 8:
         return words.contiguous().view(torch.uint8)
     widths = fmt.encoding.planes
-    strips: Tensor = words.unflatten(1, (-1, fmt.bits))  # a plane has `width` dwords of a strip
+    strips: Tensor = words.unflatten(1, (-1, fmt.bits))  # each plane has `width` dwords per strip
     fours, done = torch.zeros_like(strips[..., :1]), 0
     for width, plane in zip(widths, strips.split(widths, dim=2), strict=True):
         places = [(plane >> width * place) for place in range(8 // width)]

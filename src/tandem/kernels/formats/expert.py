@@ -211,7 +211,7 @@ def order_inner_rows(layout: ExpertLayout, buffer: Tensor, order: Tensor) -> Non
     """Reorder the first projection (each of its halves): row `order[i]` moves to row i."""
     for half in range(layout.num_halves):
         blocks = layout.up_half(buffer, half)
-        coded = blocks.read(layout.format)  # a copy, padding included
+        coded = blocks.read(layout.format)  # a copy, including padding
         rows = torch.arange(coded.codes.shape[0], device="cpu")
         rows[: len(order)] = order
         blocks.write(layout.format, 0, coded.rows(rows))

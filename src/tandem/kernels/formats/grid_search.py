@@ -19,9 +19,9 @@ from tandem.kernels.formats.grid_words import lines_of, spread
 from tandem.kernels.formats.super_blocks import MOST_STRETCH
 from tandem.kernels.formats.weight_format import WeightFormat
 
-# A group's largest magnitude goes to these shares of the grid's.
+# Candidates: where the group's largest magnitude goes, as shares of the grid's largest.
 GRID_SHARES = (0.7, 0.8, 0.9, 1.0, 1.12, 1.25, 1.4, 1.6)
-_STEPS = 16  # of a group's scale: the step s is the multiple 2 s + 1
+_STEPS = 16  # steps of a group's scale; step s is the multiple 2 s + 1
 _SUPER_COLS = 256
 
 
@@ -125,7 +125,7 @@ class _GridWeights:
         steps = torch.stack([(fit.steps + more).clamp(0, _STEPS - 1) for more in (-1, 0, 1)])
         factor = fit.factor.repeat_interleave(_SUPER_COLS // self.cols, dim=1)
         errors = torch.stack([self.errors(factor * (2 * one + 1)) for one in steps])
-        # Of two that lose the same the step itself, or else the one below.
+        # If two errors are equal, keep the present step; otherwise the lower one.
         below = torch.where(errors[0] < errors[1], steps[0], steps[1])
         least = torch.minimum(errors[0], errors[1])
         return torch.where(errors[2] < least, steps[2], below)
@@ -145,7 +145,7 @@ class _GridWeights:
         places = _SUPER_COLS // self._line_cols
         half = multiple * factor.repeat_interleave(places, dim=1) * 0.5
         errors = half[..., None] * self.squares - self.along
-        lines = errors.argmin(-1)  # the first of equal ones
+        lines = errors.argmin(-1)  # argmin takes the first of equal errors
         least = errors.gather(2, lines[..., None])[..., 0]
         square = self.squares.expand(len(lines), -1, -1).gather(2, lines[..., None])[..., 0]
         along = _summed((multiple * (half * square - least)).unflatten(1, (-1, places)))

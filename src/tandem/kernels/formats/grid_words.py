@@ -55,7 +55,7 @@ def write_words(
     if grid.high is not None:
         _put(words, grid.high, lines >> 8)
     _put(words, grid.signs, signs)
-    steps = (scales.long().clamp(min=1) - 1) // 2  # of rows of padding there are none
+    steps = (scales.long().clamp(min=1) - 1) // 2  # rows of padding have scales of 0
     _put(words, grid.scales, steps.unflatten(1, (-1, _groups(fmt))))
     if grid.factor is not None:
         assert factors is not None, "the factor is among the words"
@@ -104,7 +104,7 @@ def _numbers(words: Tensor, field: BitField, count: int) -> Tensor:
 
 def _put(words: Tensor, field: BitField, numbers: Tensor) -> None:
     word, bit = _places(field, numbers.shape[-1])
-    if field.step == 0:  # four are one
+    if field.step == 0:  # four consecutive numbers share one field
         word, bit, numbers = word[::4], bit[::4], numbers[..., ::4]
     words.index_add_(2, word, numbers << bit)
 

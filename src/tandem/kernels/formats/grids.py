@@ -54,7 +54,7 @@ class Grid:
         return 2 if self.line_cols == 8 else 3
 
 
-_BYTES = BitField(0, 32, 8, 8)  # a line's number each
+_BYTES = BitField(0, 32, 8, 8)  # one byte per line: its number
 GRIDS = {
     "iq1_s": Grid(12, 8, _BYTES, BitField(256, 16, 3, 3), BitField(271, 16, 0, 1),
                   BitField(268, 64, 16, 3)),

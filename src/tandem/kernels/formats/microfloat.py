@@ -8,7 +8,8 @@ from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK
 
 E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
-# With the peak above this, 6 * 2^e no longer fits fp32; the specification allows up to 254.
+# If the peak is larger than this, 6 * 2^e does not fit fp32. The specification allows exponents up
+# to 254.
 LARGEST_E8M0 = 252
 
 
@@ -21,7 +22,7 @@ def fit_mxfp4(
     the exponent is the OCP MX rule's, the peak's own less 2, which saturates peaks above 6 * 2^e;
     the search tries the next one too, and the one below, where a peak counts little.
     """
-    exponent = torch.frexp(peak).exponent - 3  # frexp's mantissa is 0.5..1
+    exponent = torch.frexp(peak).exponent - 3  # frexp returns a mantissa of 0.5 to 1
     exponent.clamp_(min=-E8M0_BIAS)
     magnitude = x.abs()
     if has_search:

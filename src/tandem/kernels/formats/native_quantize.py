@@ -10,7 +10,7 @@ from tandem.kernels import _native, engine
 from tandem.kernels.formats.blocks import MatrixBlocks
 from tandem.kernels.formats.weight_format import WeightFormat
 
-_ROUNDED = (  # kinds of formats
+_ROUNDED = (  # the kinds of formats that native code rounds to
     "bf16", "fp16", "int8", "fp8", "int4", "int4z", "mxfp4", "int5", "int5z", "iq4_nl", "iq4_xs",
     "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s",
 )  # fmt: skip

@@ -16,7 +16,7 @@ from tandem.kernels.formats.quantize import quantize
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 from tandem.kernels.memory import allocate
 
-_CHUNK_WEIGHTS = 1 << 18  # that the reference rounds at once
+_CHUNK_WEIGHTS = 1 << 18  # weights that the reference rounds at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,8 @@ def _column_importance(rounding: Rounding) -> Tensor | None:
     _, fmt, weight, _, importance = rounding
     cols, width = weight.shape[1], fmt.padded_cols(weight.shape[1])
     if importance is None and not fmt.encoding.has_zero and width > cols:
-        importance = torch.ones(cols, device="cpu")  # what is not zero need not be near it
+        # Without a zero code, padding must not count in the search.
+        importance = torch.ones(cols, device="cpu")
     return None if importance is None else F.pad(importance.float(), (0, width - cols))
 
 
@@ -138,7 +139,7 @@ def write_codes(
     codes = _padded(coded.codes, rows, cols, fmt.encoding.offset)
     padded = dataclasses.replace(padded, codes=codes)
     if padded.scales is not None and fmt.group_size and padded.minima is None:
-        scales = _padded(padded.scales, rows, cols // fmt.group_size)  # of a half strip
+        scales = _padded(padded.scales, rows, cols // fmt.group_size)  # scales of half a strip
         padded = dataclasses.replace(padded, scales=scales)
     blocks.write(fmt, 0, padded)
 

@@ -51,7 +51,7 @@ def quantize(
     """
     if fmt.kind.startswith("iq1"):
         raise ModelError(
-            f"{name} is to be rounded to {fmt.name}, and only files that have it are read into it; "
+            f"{name} cannot be rounded to {fmt.name}, which is only read from files that have it; "
             "choose another format, such as iq2_xxs, iq2_s or iq3_s"
         )
     if fmt.group_size is None:
@@ -79,7 +79,7 @@ def _fit(
     importance: Tensor | None,
     has_search: bool,
 ) -> CodedMatrix:
-    peak = torch.where(high > -low, high, low)  # the weight of largest magnitude, with its sign
+    peak = torch.where(high > -low, high, low)  # the weight of the largest magnitude, with its sign
     if fmt.encoding.grid is not None:
         return round_to_lines(x, importance, fmt, has_search=has_search)
     match fmt.encoding.element:

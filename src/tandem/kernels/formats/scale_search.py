@@ -15,20 +15,21 @@ from torch import Tensor
 from tandem.kernels.formats.codes import code_values, nearest_codes
 from tandem.kernels.formats.weight_format import WeightFormat
 
-# The signed peak goes to these codes; beyond the range it saturates, and the rest gets finer steps.
+# The signed peak goes to one of the codes below. Values beyond the range saturate, and the other
+# weights get finer steps.
 INT3_RANGE, INT4_RANGE, INT5_RANGE = (-4, 3), (-8, 7), (-16, 15)
 INT6_RANGE, INT8_RANGE = (-32, 31), (-127, 127)
-# Where a peak counts little by importance it may be far beyond.
+# Candidates of codes. A peak of little importance may lie far beyond the range.
 INT3_PEAKS: tuple[float, ...] = (3.0, -3.6, -4.0, -4.5, -4.8, -5.2, -6.0, -7.0)
 INT4_PEAKS: tuple[float, ...] = (7.0, -7.6, -8.0, -8.4, -9.0, -10.0, -11.5, 8.0)
 INT5_PEAKS: tuple[float, ...] = (15.0, -15.5, -16.0, -16.8, -17.6, -19.0, -21.0, 16.0)
 INT6_PEAKS: tuple[float, ...] = (31.0, -31.5, -32.0, -33.0, -34.5, -36.5, -39.0, 32.0)
 INT8_PEAKS: tuple[float, ...] = (127.0, 126.0, 125.0, 124.0, 122.0, 120.0, 117.0, 113.0)
-# Of tables the peak goes to these shares of either end.
+# In tables, the peak goes to these shares of either end.
 TABLE_SHARES = (0.75, 0.86, 0.97, 1.08, 1.2)
-# A group's range takes this many steps more than the largest code, with the code at this share of
-# the codes held fixed.
-AFFINE_REFITS = 2  # of the best of these, to the codes that it gives
+# (extra steps, pivot): the group's range takes this many steps more than the largest code, and the
+# code at this share of the codes stays fixed.
+AFFINE_REFITS = 2  # refits of the best candidate to the codes that it gives
 AFFINE_STEPS = ((0.0, 0.0), (0.5, 0.0), (0.5, 1.0), (1.5, 0.5))
 
 
@@ -58,10 +59,10 @@ def fit_symmetric(
             torch.sum(torch.mul(weighted, codes, out=product), -1, out=square[number])
         refitted = (along * _inverse(square)).half()
         fitted = refitted.float()
-        errors = fitted * (fitted * square - 2 * along)  # without the constant sum(w x x)
-        best = errors.min(0, keepdim=True).indices  # a tenth of argmin's time
+        errors = fitted * (fitted * square - 2 * along)  # omits sum(w x x), which is constant
+        best = errors.min(0, keepdim=True).indices  # takes a tenth of argmin's time
         scales = refitted.gather(0, best)
-        # Once more, to the codes that this scale gives.
+        # Refit again, to the codes of this scale.
         _round(x, _inverse(scales[0]), limits, out=codes)
         weighted = codes if importance is None else codes * importance
         along, square = (weighted * x).sum(-1), (weighted * codes).sum(-1)
@@ -116,7 +117,7 @@ def fit_affine(
     if has_search:
         weights = torch.ones((), device="cpu") if importance is None else importance
         fits = [(scales, minima), _best_affine(x, low, high, weights, top)]
-        # Their errors once more, from the differences: sums of squares would hide a near tie.
+        # Compute the errors again from differences: sums of squares would hide a near tie.
         errors = torch.stack([_affine_error(x, *fit, weights, top) for fit in fits])
         best = errors.min(0, keepdim=True).indices
         scales, minima = (
@@ -130,14 +131,15 @@ def _best_affine(
     x: Tensor, low: Tensor, high: Tensor, weights: Tensor, top: int
 ) -> tuple[Tensor, Tensor]:
     """Return the refitted scales and minima of least error among `AFFINE_STEPS`."""
-    middle = (low + high) / 2  # sums of squares must not drown in what all weights share
+    # Subtracted, because otherwise the weights' common offset dominates the sums of squares.
+    middle = (low + high) / 2
     around = x - middle[..., None]
     weighted = around * weights
     sum_x = weighted.sum(-1)
     fits = []
     for more, share in AFFINE_STEPS:
         steps, pivot = top + more, top * share
-        offset = pivot + (top / 2 - pivot) * steps / top  # the middle's code
+        offset = pivot + (top / 2 - pivot) * steps / top  # the code of the middle
         codes = around.mul(_inverse((high - low) / steps)[..., None]).add_(offset)
         codes.round_().clamp_(0, top)
         fits.append(_refit_affine(codes, weighted, sum_x, weights))

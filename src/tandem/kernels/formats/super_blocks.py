@@ -11,7 +11,7 @@ from tandem.kernels.formats.weight_format import WeightFormat
 
 MOST_STRETCH = 1.25
 """How much larger than that of least error a factor is at most."""
-_LARGEST: dict[str, int] = {"int8": 127, "nibble": 15}  # of the bytes
+_LARGEST: dict[str, int] = {"int8": 127, "nibble": 15}  # the largest numbers of the bytes
 
 
 def round_to_supers(
@@ -85,11 +85,11 @@ def _two_levels(values: Tensor, fmt: WeightFormat) -> tuple[Tensor, Tensor]:
     largest = _LARGEST[encoding.scale]
     supers: Tensor = values.float().unflatten(1, (-1, encoding.super_cols // fmt.group_size))
     low, high = supers.amin(-1), supers.amax(-1)
-    # Nibbles have no sign: their factor has that of the largest.
+    # Nibbles have no sign, so the factor has the sign of the largest scale.
     lowest, peak = -largest, torch.maximum(high, -low)
     if encoding.scale == "nibble":
         lowest, peak = 0, torch.where(high > -low, high, low)
-    factors = (peak / largest).half() + 0  # not minus zero
+    factors = (peak / largest).half() + 0  # + 0 turns -0 into 0
     inverse = factors.float().reciprocal().nan_to_num(0, 0, 0)
     steps = (supers * inverse[..., None]).round_().clamp_(lowest, largest)
     return steps.to(torch.int8).flatten(1), factors

@@ -9,16 +9,17 @@ from tandem.kernels.formats.grids import GRIDS, Grid
 
 ROWS_PER_BLOCK = 16  # one 512-bit register holds one dword of each row
 SECTION_ALIGNMENT_BYTES = 64  # one cache line
-# What a disk is read by past the system's cache (O_DIRECT): no sector or page in use is larger.
+# The alignment of reads that bypass the page cache (O_DIRECT): sectors and pages are at most this
+# large.
 FILE_ALIGNMENT_BYTES = 4096
-_STRIP_COLS = 32  # whose planes of bits follow each other
+_STRIP_COLS = 32  # the planes of bits of a strip are adjacent
 
 Element = Literal["integer", "table", "e2m1", "e4m3", "bf16", "fp16"]
 Scale = Literal["fp16", "fp32", "e8m0", "e4m3", "int8", "nibble", "grid"]
 _SCALE_BYTES: dict[Scale, float] = {
     "fp16": 2, "fp32": 4, "e8m0": 1, "e4m3": 1, "int8": 1, "nibble": 0.5, "grid": 0,
 }  # fmt: skip
-WHOLE_ROW = -1  # columns of a super-block
+WHOLE_ROW = -1  # number of columns of a super-block: the whole row
 
 
 def aligned(num_bytes: int, alignment_bytes: int = SECTION_ALIGNMENT_BYTES) -> int:
@@ -107,9 +108,9 @@ def _table(number: int, values: tuple[float, ...], *, scale: Scale = "int8") -> 
     return Encoding(number, bits, "table", scale, codes=codes, super_cols=supers, table=values)
 
 
-# llama.cpp's kvalues_iq4nl, and the magnitudes of its grids in units of which a group's scale is an
-# odd multiple: 1/4 of its factor for IQ3_XXS, 1/8 for IQ2. IQ1's numbers are moved by an eighth up,
-# or down where their sign is set.
+# llama.cpp's kvalues_iq4nl, and the magnitudes of its grids. A group's scale is an odd multiple of
+# the grids' unit: 1/4 of its factor for IQ3_XXS, 1/8 for IQ2. IQ1's numbers are shifted up by an
+# eighth, or down if their sign bit is set.
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _IQ3_XXS = tuple(value / 4 for value in (4, 12, 20, 28, 36, 44, 52, 62))
 _IQ3_S = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.0)

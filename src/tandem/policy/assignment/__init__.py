@@ -7,9 +7,9 @@ from tandem.policy.assignment.problem import Assignment, LayerProblem, Split
 
 __all__ = ["ASSIGNMENTS", "IN_GRAPH", "NATIVE", "Assignment", "LayerProblem", "Split"]
 
-# Those that a decode step in one graph can follow, as its hits stay the device's.
+# Rules that a decode step in one graph can follow, because hits stay on the device.
 IN_GRAPH = ("ready-on-gpu", "balanced-in-graph", "dali-in-graph")
-# Those that the native decider has, in the order of csrc/decider/assignment.hpp.
+# Rules that the native decider knows, in the order of csrc/decider/assignment.hpp.
 NATIVE = (*IN_GRAPH, "balanced")
 
 ASSIGNMENTS: Registry[Assignment] = Registry("assignment")

@@ -22,12 +22,13 @@ class _Read(NamedTuple):
     """What a disk's reads add to a layer if so many of the experts that it reads are fetched."""
 
     fetch: int
-    is_cpus: bool  # whether the CPU has any of them
+    is_cpus: bool  # whether the CPU computes any of them
     cpu_seconds: float
-    cpu_done: float  # if the CPU has nothing else
+    cpu_done: float  # when the CPU has computed them, if it has nothing else
     gpu_seconds: float = 0.0
-    behind_link: float = float("-inf")  # the last is done so long after other copies, if read early
-    behind_reads: float = float("-inf")  # the last is done, if there are no other copies
+    # Time from the end of other copies until the last is done, if reads are early.
+    behind_link: float = float("-inf")
+    behind_reads: float = float("-inf")  # when the last is done, if there are no other copies
 
     @classmethod
     def of(cls, problem: LayerProblem, on_disk: Sequence[int], fetch: int, link: float) -> "_Read":
@@ -59,7 +60,7 @@ class _Residents(NamedTuple):
     """
 
     order: list[int]
-    left: list[float]  # GPU seconds
+    left: list[float]  # GPU seconds that are left
     floor: list[float]  # the end of arrivals
     spilled: list[float]  # CPU seconds
 
@@ -104,7 +105,7 @@ class Balanced:
         assert best is not None
         num_absent = len(absent) + len(on_disk)
         if self.pipelined and problem.link_slowdown > 1.0 and problem.max_fetches >= num_absent:
-            # Without the CPU copies are as fast as the link alone.
+            # If the CPU computes nothing, copies are not slowed down.
             link = problem.link / problem.link_slowdown
             total, done = self._fetch_seconds(problem, absent, link)
             read = _Read.of(problem, on_disk, len(on_disk), link)
@@ -127,7 +128,8 @@ class Balanced:
         if problem.places and self.pipelined:
             order.sort(key=problem.is_on_disk)
         left, floor, spilled = [0.0], [0.0], [0.0]
-        under_way: list[tuple[float, float]] = []  # (arrival, GPU seconds) of copies, by arrival
+        # (arrival, GPU seconds) of copies, in order of arrival.
+        under_way: list[tuple[float, float]] = []
         for i in reversed(order):
             if not self.pipelined:
                 left.append(left[-1] + held[i])

@@ -19,11 +19,12 @@ from tandem.policy.reads import IN_SLOT
 class Published(NamedTuple):
     """A layer as a step in one graph has published it: hits, and the positions of misses."""
 
-    held_seconds: float  # of the device, for its hits
+    held_seconds: float  # the device's seconds for its hits
     absent: list[int]  # misses that may be fetched
-    under_way: list[int]  # misses whose copy has not ended: the CPU's
-    in_memory: list[int]  # of these, what the CPU can compute at once
-    coming: list[int]  # misses that pass through memory, in the order in which a disk reads them
+    under_way: list[int]  # misses whose copy has not ended; the CPU computes them
+    # Those of `under_way` that are in memory, which the CPU can compute at once.
+    in_memory: list[int]
+    coming: list[int]  # misses that pass through memory, in the disk's order of reads
 
     @classmethod
     def of(cls, problem: LayerProblem) -> "Published":

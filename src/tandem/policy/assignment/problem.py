@@ -22,14 +22,16 @@ class LayerProblem(NamedTuple):
     cpu: Sequence[float]  # CPU seconds
     gpu: Sequence[float]  # GPU seconds, computation only
     wait: Sequence[float]  # seconds until the weights are on the GPU: 0 ready; negative: absent
-    scores: Sequence[float]  # by the eviction policy; they break ties among fetches
-    cpu_first: float  # surcharge of the first CPU expert
+    scores: Sequence[float]  # of the eviction policy; they break ties among fetches
+    cpu_first: float  # added for the first expert on the CPU
     link: float  # seconds to copy one expert
     link_busy: float  # seconds until the link can start a new copy
     max_fetches: int  # equation 9: how many absent experts may be brought in
     cpu_slowdown: float = 1.0  # factor on CPU seconds while the link is busy
-    link_slowdown: float = 1.0  # factor in `link`, which a CPU without experts would not cost
-    copy_wake: float = 0.0  # of the copying thread, ahead of a fetch in one graph and behind it
+    # Factor contained in `link`, which does not apply if the CPU computes no experts.
+    link_slowdown: float = 1.0
+    # Time that the copying thread needs before and after a fetch in one graph.
+    copy_wake: float = 0.0
     read: float = 0.0  # seconds to read one expert from a disk
     places: Sequence[int] = ()
     """Where memory over a disk has each expert (`tandem.policy.reads`). Empty: memory has all."""
@@ -60,7 +62,7 @@ class Split(NamedTuple):
 class Assignment(Protocol):
     """Decides who computes each active expert of a layer; deterministic, keeps no state."""
 
-    pipelined: bool  # which cost model it minimises
+    pipelined: bool  # the cost model that it minimises
 
     def assign(self, problem: LayerProblem) -> Split:
         """Return the split; fetches at most `max_fetches` absent experts, each once."""

@@ -30,7 +30,7 @@ class Rule:
         self.launches = (TWICE if fetches else ONCE) if in_graph else 0
         self.assignment = assignment
         self.never_worse_than_cpu = never_worse_than_cpu
-        self._of_residents: dict[int, Split] = {}  # by their number
+        self._of_residents: dict[int, Split] = {}  # number of residents -> split
 
     def dense_seconds(self, costs: CostTable, num_tokens: int, *, asks: bool = False) -> float:
         """Return the seconds between the experts of two layers; with `asks` a layer asks the next

@@ -207,7 +207,7 @@ class HybriMoeScore(Eviction):
     0.
     """
 
-    reads_weights = True  # of `LayerLoad`; the engine leaves them out for policies that do not
+    reads_weights = True  # of `LayerLoad`; the engine omits them for other policies
     background = "never"
 
     def __init__(self, geometry: Geometry, *, alpha: float = 0.5) -> None:

@@ -27,14 +27,14 @@ from tandem.policy.plan import Geometry, LayerLoad
 from tandem.policy.regression import Regression, rate_shift, sum_rows
 from tandem.policy.tables import LearnsInTables, NextUseTable, Tables
 
-# Fitted on every second sequence of the traces, reported on the others (docs/policies.md).
+# Fitted on every second sequence of the traces; docs/policies.md reports the others.
 HORIZON, DISCOUNT = 8, 0.8
-RATE = 0.06  # of the error, shared by the rows
+RATE = 0.06  # share of the error that each step corrects, divided among the rows
 FAST_SHIFT, SLOW_SHIFT = 2, 4
-STEADY_SHIFT = 5  # of the rule "decayed"
-MAX_TOKENS = 64  # of one expert in one step that the counts look at
-PROMPT_TOKENS = 16  # a prompt counts as at most so many steps of one token
-PREDICTED_SHIFT = 2  # weight of the sum against each count: 4 to 1
+STEADY_SHIFT = 5  # for the rule "decayed"
+MAX_TOKENS = 64  # limit for the counted tokens of an expert in one step
+PROMPT_TOKENS = 16  # a prompt counts as at most this many steps of one token
+PREDICTED_SHIFT = 2  # weight of the predicted sum relative to each count: 4 to 1
 
 
 class Span(NamedTuple):
@@ -47,8 +47,9 @@ class Span(NamedTuple):
 
 
 USUAL_SPAN = Span(HORIZON, DISCOUNT)
-# In memory over a disk each miss comes anyway, and slots are many: what leaves is not wanted for
-# long. Chosen on the traces' even sequences, 30 to 85 % of the experts in memory.
+# In memory over a disk every miss is read anyway and there are many slots, so an evicted expert
+# should not be needed for long. Chosen on the traces' even sequences with 30 to 85 % of the experts
+# in memory.
 _STEPS_A_TOKEN, _LONGEST_HORIZON = 3, 32
 
 
@@ -62,7 +63,7 @@ class _Use(NamedTuple):
     """A layer's experts in use at one step."""
 
     load: LayerLoad
-    divisor: int  # of its token counts: a prompt is one sequence among those that run
+    divisor: int  # of the token counts: a prompt is one of the running sequences
     experts: Sequence[int]
     above: Sequence[int]  # experts of the layer above
 
@@ -203,17 +204,18 @@ class PureTable:
         self._lanes = lanes
         self._regression = Regression(lanes)
         row = self._regression.row(prior / (geometry.top_k * sources))
-        self._after = [row] * geometry.num_experts  # rows by expert used in this layer
-        self._below = [row] * geometry.num_experts  # rows by expert used in the layer above
+        self._after = [row] * geometry.num_experts  # rows, indexed by an expert used in this layer
+        # Rows, indexed by an expert used in the layer above.
+        self._below = [row] * geometry.num_experts
         self._losses = losses()
         self._past: deque[_Pending] = deque()
         self._fast = self._slow = self._steady = lanes.filled(share)
-        self._last_use = array("I", bytes(lanes.num_bytes))  # by expert: number of the step
+        self._last_use = array("I", bytes(lanes.num_bytes))  # expert -> step of its last use
         self._step = 0
         self._choice = RuleChoice(geometry.num_experts, start)
         self._followed = NEXT_USE  # since the last note
         self._noted: _Use | None = None
-        self._compared: _Use | None = None  # what the choice has not seen
+        self._compared: _Use | None = None  # the use that the choice has not seen yet
         self._values: memoryview | None = None
 
     def note(

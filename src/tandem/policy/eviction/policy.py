@@ -12,8 +12,8 @@ class Eviction(Protocol):
     By default a policy ignores prefills, every miss enters, and no newcomer is refused.
     """
 
-    # Whether a miss that the CPU computes is copied for later: "always", "never", or "idle": if the
-    # link has time.
+    # Whether a miss that the CPU computes is copied for later: "always", "never", or "idle" (if the
+    # link has time).
     background: str
     reads_weights: bool = False
     """Whether `touch` reads the gate weights of a load, which else are left out."""

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 RULES = ("next-use", "lru", "decayed")
 NEXT_USE, RECENCY, DECAYED = range(len(RULES))
-MARGIN = 28  # hits, to leave a rule
-BACK_MARGIN = 7  # to come back to the first one, times how often it was left; at most MARGIN
-START_DEVIATIONS = 7  # standard deviations of the hits' difference, to leave LRU at the start
+MARGIN = 28  # hits by which another rule must lead
+BACK_MARGIN = 7  # the same for returning to the first rule, per time it was left; at most MARGIN
+# The lead in hits, in standard deviations, that is needed to leave LRU at the start.
+START_DEVIATIONS = 7
 
 
 class GhostCache:
@@ -60,7 +61,7 @@ class Start:
             more = num_hits - hits[RECENCY]
             self._leads[rule] += more
             self._squares[rule] += more * more
-            if self._leads[rule] <= 0:  # what a rule lost while it learned is no evidence
+            if self._leads[rule] <= 0:  # losses while a rule still learned are no evidence
                 self._leads[rule] = self._squares[rule] = 0
         lead = max(self._leads)
         best = self._leads.index(lead)
@@ -74,11 +75,11 @@ class RuleChoice:
     def __init__(self, num_experts: int, start: Start) -> None:
         """Follow the rule that all layers start with."""
         self._start = start
-        self._own: int | None = None  # the rule, once this layer has changed it
+        self._own: int | None = None  # this layer's rule, once it has changed it
         self._num_experts = num_experts
         self._capacity = 0
         self._ghosts: list[GhostCache] = []
-        self._hits: list[int] | None = None  # by rule, not weighed yet
+        self._hits: list[int] | None = None  # by rule; not weighed yet
         self._leads = [0] * len(RULES)
         self._times_left = 0
 

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 from tandem.policy.prediction.policy import CHANCE_BINS, Forecast
 
-# Counting looks at every expert of a layer, so it is done for one layer in so many; primes.
+# Counting looks at every expert of a layer, so it happens only once per this many layers; both
+# numbers are prime.
 COUNT_EVERY = 101
-COUNT_HINTED_EVERY = 13  # hints name few experts, so there is less to count in a layer
+COUNT_HINTED_EVERY = 13  # hints name few experts, so counting is cheaper
 _HALVE_AT = 1e6
 
 

@@ -12,8 +12,8 @@ from tandem.policy.prediction.calibration import COUNT_HINTED_EVERY, Calibration
 from tandem.policy.prediction.policy import CHANCE_BINS, Forecast
 
 MAX_SOURCES = 2  # "gate" and "residual"
-WEIGHTS = 3  # not named, named by one token, by several
-TIE_BREAK = 1.0 / 1024  # of the expected tokens, among equal chances
+WEIGHTS = 3  # not named, named by one token, named by several
+TIE_BREAK = 1.0 / 1024  # per expected token; breaks ties between equal chances
 
 
 class HintSources:
@@ -57,7 +57,8 @@ class HintBlend:
         levels = self._levels.setdefault(hint.load.layer, {})
         for expert, tokens in zip(hint.load.experts, hint.load.tokens, strict=True):
             level = levels.get(expert, 0) + min(tokens, WEIGHTS - 1) * factor
-            levels[expert] = min(level, WEIGHTS**MAX_SOURCES - 1)  # a source may say it twice
+            # A source may name an expert twice.
+            levels[expert] = min(level, WEIGHTS**MAX_SOURCES - 1)
 
     def counts(self) -> Counts:
         """Return the counts."""

@@ -14,7 +14,7 @@ class Forecast(NamedTuple):
     scores: Sequence[float]
     base: float
     scale: float
-    frequencies: Sequence[float] | None = None  # how often such an expectation came true, by bin
+    frequencies: Sequence[float] | None = None  # bin -> how often such an expectation came true
 
     def chance(self, score: float) -> float:
         """Return the probability that an expert with this score is active."""

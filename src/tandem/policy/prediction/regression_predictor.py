@@ -16,10 +16,10 @@ from tandem.policy.prediction.hint_blend import HintBlend
 from tandem.policy.prediction.policy import Forecast, Prediction
 from tandem.policy.regression import SUM_OFFSET, Regression, rate_shift, sum_rows
 
-RATE = 0.08  # of the error, shared by the rows of experts
-TOKEN_RATE = 1 / 8  # of a token's share of the error, to its row
+RATE = 0.08  # share of the error that is corrected, divided among the rows of experts
+TOKEN_RATE = 1 / 8  # the same for a token's row, of the token's share of the error
 BUCKETS = 1024
-MAX_TOKENS = 64  # above, a step is a prompt and teaches nothing about the next
+MAX_TOKENS = 64  # a longer step is a prompt and teaches nothing about the next one
 
 
 def prior_of(geometry: Geometry) -> float:
@@ -74,7 +74,7 @@ class RegressionPredictor(Prediction):
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Find the tokens' rows; a new token takes over its bucket."""
-        self.learn()  # with the rows of the tokens that were
+        self.learn()  # before the previous tokens' rows are replaced
         self._above = ()
         self._hints.begin_step()
         if len(token_ids) > MAX_TOKENS:
@@ -148,14 +148,15 @@ class _Tables:
         self._lanes = Lanes(experts)
         self._regression = Regression(self._lanes)
         row = self._regression.row(prior_of(geometry))
-        self._below = [[row] * experts for _ in range(layers)]  # by expert of the layer above
-        self._after = [[row] * experts for _ in range(layers)]  # by expert of the step before
+        self._below = [[row] * experts for _ in range(layers)]  # [layer][expert of the layer above]
+        self._after = [[row] * experts for _ in range(layers)]  # [layer][expert in the step before]
         self._blank = self._regression.row(0.0)
         self._num_layers = layers
-        self._tags: list[int | None] = [None] * BUCKETS  # whose token's each bucket is
+        self._tags: list[int | None] = [None] * BUCKETS  # bucket -> its token
         self._rows_of_bucket: list[list[int]] = [[] for _ in range(BUCKETS)]
-        self._token_rows: list[list[int]] = []  # of the step's tokens, each by layer
-        self._predicted: dict[int, tuple[int, int]] = {}  # by layer: total, rows; until taught
+        self._token_rows: list[list[int]] = []  # [token of the step][layer]
+        # Layer -> (total, rows), until it has learned.
+        self._predicted: dict[int, tuple[int, int]] = {}
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
         """Find the tokens' rows; a new token takes over its bucket."""

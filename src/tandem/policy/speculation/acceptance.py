@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tandem.policy.speculation.drafter import Draft
 
-# The latest 20 tokens or so decide: answers change between quoting and writing.
+# About the latest 20 tokens count, because answers alternate between quoting and writing.
 _DECAY = 0.95
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-# Longer drafts are seldom kept whole, and a step of so many tokens is hardly a decode step.
+# Longer drafts are seldom accepted as a whole, and steps of more tokens are slower than decode
+# steps should be.
 MOST_DRAFTED = 7
 
 

@@ -10,12 +10,12 @@ from tandem.policy.speculation.drafter import Draft, Drafter, MakeDrafter
 from tandem.policy.speculation.plans import Drafts, NextStep, Plan
 from tandem.policy.speculation.step_costs import StepCosts
 
-# Tokens of a step that verifies: each size is recorded once, which takes a slow step.
+# Tokens of a step that verifies drafts. Each size costs one slow step, in which it is recorded.
 _SIZES = (2, 4, 8, 16)
-# A gain that is smaller is noise, or a step of a new size that is recorded for nothing.
+# A smaller gain is noise, or not worth recording a step of a new size.
 _LEAST_GAIN = 1.1
-# What drafts may cost a request beyond what they gained it, in decode steps without drafts: at its
-# beginning, and for each token. So no answer takes much longer than without.
+# Net cost that drafts may have for a request, in decode steps without drafts: at its beginning, and
+# per token. So no answer takes much longer than without drafts.
 _FIRST_ALLOWANCE, _ALLOWANCE_PER_TOKEN = 0.5, 0.01
 
 
@@ -102,7 +102,7 @@ class FreeDrafts:
         if one is None or seconds is None or num_drafted <= 0:
             return _Chosen()
         price = max(0.0, batch * (seconds / one - 1) / num_drafted)
-        # Chances fall along a draft, so that its first tokens go first.
+        # Chances fall along a draft, so that its first tokens come first.
         likeliest = sorted(
             (
                 (chance, slot)

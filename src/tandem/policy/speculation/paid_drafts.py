@@ -18,22 +18,22 @@ from tandem.policy.speculation.step_costs import StepCosts
 
 _MOST_STEP_TOKENS = 16
 _LEAST_GAIN, _SURE_GAIN = 1.01, 1.3
-# Sizes that are hardly known are taken for so much better than they seem.
+# Bonus for sizes that are hardly known, so that they get tried.
 _HOPE = 0.03
-# Drafts before the rates are believed, and how many tokens they have at least.
+# Number of drafts before the rates are trusted, and their least number of tokens.
 _TRIALS, _TRIAL_TOKENS = 6, 2
 _TRIALS_AGAIN = 4
-# Steps after which one is tried again where that does not pay: at first, and at last.
+# If drafts do not pay, they are tried again after this many steps: at first, and at most.
 _TRIED_AGAIN_AFTER, _SELDOM = 64, 1024
-# Steps without drafts by which it is known what these would take.
+# Steps without drafts that are needed to know what those take.
 _LEAST_KNOWN = 1
-# A model's drafts come true about as often all the time: the latest five hundred tokens count. What
-# is published of MTP layers and draft models lies around the prior.
+# A model's acceptance rate hardly changes, so about the latest five hundred tokens count. The prior
+# is typical of published rates of MTP layers and draft models.
 _DECAY, _PRIOR, _PRIOR_WEIGHT = 0.998, 0.7, 5.0
 _COMMON_WEIGHT = 40.0
-# Tokens of which the drafter is as sure, to a tenth, are judged by each other.
+# Drafted tokens are grouped by the drafter's confidence, in tenths; each group has its own rate.
 _SURENESSES, _SURENESS_WEIGHT = 10, 10.0
-# However fast steps without drafts are, what is so likely is drafted.
+# A token with this chance is drafted however fast steps without drafts are.
 _LIKELY = 0.9
 
 
@@ -98,7 +98,7 @@ class PaidDrafts:
         gains = self._gains(counts, one, len(wanting), batch, costs)
         count = self._best(gains, len(wanting), batch, costs)
         if costs.num_known(batch) < _LEAST_KNOWN and gains[count] < _SURE_GAIN:
-            return None  # so that it is known what drafts are compared with
+            return None  # first measure what drafts are compared with
         if is_trial:
             count = min(max(count, _TRIAL_TOKENS), counts[-1])
         elif gains[count] > _LEAST_GAIN:
@@ -173,7 +173,7 @@ class PaidDrafts:
     def _note(self, slot: int, draft: SureDraft, length: int, asked: int) -> None:
         """Store a draft of a sequence of this many tokens, to be judged later."""
         tokens, count = draft.tokens, len(draft.tokens)
-        if not count:  # it took its time all the same
+        if not count:  # an empty draft took time, too
             self.acceptance.add(0, is_hit=False)
         self._is_sure = self._is_sure or bool(draft.sureness)
         surenesses = _kinds(draft.sureness)

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 from tandem.policy.speculation.drafter import MOST_DRAFTED, Draft
 
-# One token alone says too little, and where three stood before, so do most that four would find.
+# One token alone says too little, and three find most of what four would find.
 _SHORTEST, _LONGEST = 2, 3
-# Matches of 4, 8 and 16 tokens are evidence of a higher kind each; drafted tokens that came true
-# make a match longer.
+# Longer matches (4, 8, 16 tokens) are stronger kinds of evidence. Accepted tokens make a match
+# longer.
 _EVIDENCE = (4, 8, 16)
-# Answers to other requests are evidence of other kinds.
+# Matches in answers to other requests are separate kinds of evidence.
 _ELSEWHERE = len(_EVIDENCE) + 1
-# Tokens of earlier answers that are kept: 10 MB with their index.
+# Tokens of earlier answers that are kept; with their index 10 MB.
 _KEPT_TOKENS = 1 << 15
 
 
@@ -65,7 +65,8 @@ class PromptLookup:
         end.
         """
         self._earlier = earlier
-        self._ends: dict[tuple[int, ...], int] = {}  # of each n-gram but the last, by its tokens
+        # N-gram of tokens -> its latest end, without the last n-gram.
+        self._ends: dict[tuple[int, ...], int] = {}
         self._num_known = 0
         self._tokens: Sequence[int] = ()
         self._answer_begin = 0

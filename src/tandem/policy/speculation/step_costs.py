@@ -7,16 +7,17 @@ from statistics import median
 
 from tandem.policy.speculation.step_shape import StepShape, shape_of_bytes
 
-_KEPT = 31  # latest steps of a size; their median is what is special to it
-# Steps after which a size that nothing chose is as the shape says: the machine may have been busy.
+_KEPT = 31  # latest steps of a size, of which the median counts
+# If a size is not used for this many steps, the shape replaces its own measurements: the machine
+# may have been busy.
 _FORGOTTEN_AFTER = 256
-# The level of all sizes follows the latest 30 steps or so; how they grow changes slowly.
+# The level of all sizes follows about the latest 30 steps. The slope changes slowly.
 _LEVEL_DECAY, _SLOPE_DECAY = 0.97, 0.998
-# How strongly a shape is believed, as so many steps of sizes as far apart as 1 and e tokens: one
-# that is only typical, and one of the experts that tokens touch. Steps of other sizes than usual
-# say less than that: they find the expert cache as the usual ones leave it.
+# Trust in a shape, as the number of steps at sizes of 1 and e tokens that it outweighs: for a
+# typical shape, and for one measured on the experts that tokens touch. Steps of unusual sizes are
+# weaker evidence, because they find the expert cache as usual steps leave it.
 _TYPICAL, TOUCHED = 3.0, 30.0
-# What a size has to itself is believed by half after so many steps of it.
+# After this many steps of a size, half of its own deviation is trusted.
 _OWN_WEIGHT = 15.0
 _OUTLIER = 0.3
 _LEAST_SECONDS = 1e-9

@@ -17,13 +17,14 @@ from tandem.policy.residency import NOWHERE
 StepShape = Callable[[int], float]
 """Returns what a step of so many tokens takes, in any unit."""
 
-# The size of step of which the most is known; beyond it a power law goes on.
+# The largest step size that is modelled in detail; larger ones follow a power law.
 _MOST_TOKENS = 8
-# Layers that are looked at: they are alike, and each costs some microseconds a step.
+# Layers that are observed. All are alike, and each takes some microseconds per step.
 _MOST_LAYERS = 6
-# How far a step moves what is known, once there are enough.
+# Weight of a new step, once there are enough.
 _SHARE = 1 / 24
-# Second tokens touch .57 to .71 times the bytes of the first on real routing, four 2.4 to 2.9.
+# On real routing, a second token touches .57 to .71 times the bytes of the first; four touch 2.4 to
+# 2.9 times.
 _GROWTH = 0.72
 
 
@@ -66,7 +67,7 @@ class TouchedExperts:
 
     def __call__(self, num_tokens: int) -> float:
         """Return the mean seconds of a layer for this many tokens."""
-        if not self._num_seen:  # as if nothing were resident
+        if not self._num_seen:  # assumes that no expert is resident
             planner = self.planner()
             experts = planner.geometry.top_k * pow(num_tokens, _GROWTH)
             return planner.costs.dense(num_tokens) + planner.costs.cpu[1] * experts

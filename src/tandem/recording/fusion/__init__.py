@@ -46,6 +46,7 @@ def fuse(
         find_dense_groups,
     )
     operations = replaced(patterns, operations, tensors, fixed, VALUE_DTYPES)
-    operations = without_repeats(operations, tensors)  # patterns know operations by who reads them
+    # Patterns identify operations by their readers.
+    operations = without_repeats(operations, tensors)
     small = partial(find_small, threads=threads)
     return replaced((small,), operations, tensors, fixed, VALUE_DTYPES)

@@ -28,7 +28,7 @@ from tandem.recording.program import NativeCall, require_contiguous
 from tandem.recording.recorder import Operation, Ref
 from tandem.recording.routed import routed_call
 
-_MAX_MATRICES = 8  # of one call
+_MAX_MATRICES = 8  # in one call
 
 
 def find_dense_groups(graph: Graph) -> Iterator[Found]:
@@ -55,7 +55,7 @@ def _dense_group(graph: Graph, group: list[Operation]) -> Found:
 
     call = NativeCall(add, threads)
     fused = Operation(call, (source,), {}, outputs, DENSE, [source], returns_sequence=True)
-    return Found([*group[1:], group[0]], fused)  # the call stands where the last one named does
+    return Found([*group[1:], group[0]], fused)  # the call takes the last one's place
 
 
 def find_calls(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
@@ -103,7 +103,7 @@ def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | Non
 def _states(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
     """Match the steps of convolutions and of linear attention."""
     cache, layer, *refs = operation.args
-    tokens = StateTokens(cache.slots, cache.positions, have_drafts=True)  # a decode step's
+    tokens = StateTokens(cache.slots, cache.positions, have_drafts=True)  # a decode step
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         layer.add(program, tokens, inputs, outputs[0])

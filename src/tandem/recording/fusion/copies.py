@@ -18,7 +18,7 @@ from tandem.recording.recorder import Operation, Ref
 _COPY = KINDS["copy"]
 _LAYOUTS = ("reshape", "flatten", "contiguous", "clone", "_unsafe_view", "repeat")
 _EMPTY = ("new_empty", "empty", "empty_like")
-# What new memory is filled with.
+# Function that creates a tensor -> the value that fills it.
 _FILLINGS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones_like": 1.0, "new_ones": 1.0}
 
 

@@ -14,7 +14,7 @@ from tandem.recording.fusion.views import (
 )
 from tandem.recording.recorder import Operation, Ref
 
-# In the order of ElementwiseKind in C++, by torch's names.
+# torch's names, in the order of ElementwiseKind in C++.
 _ONE = (
     *("copy", "silu", "sigmoid", "softplus", "gelu", "gelu_tanh", "relu", "exp", "log", "log1p"),
     *("sin", "cos", "tanh", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "floor", "logical_not"),
@@ -25,14 +25,14 @@ _TWO = (
 )
 KINDS = {name: number for number, name in enumerate((*_ONE, *_TWO, "where", "clamp"))}
 _SAME = {"divide": "div", "multiply": "mul", "negative": "neg"}
-# Of truth values.
+# For boolean tensors.
 _LOGICAL = {
     **{"bitwise_not": "logical_not", "bitwise_and": "logical_and", "__and__": "logical_and"},
     **{"bitwise_or": "logical_or", "__or__": "logical_or"},
 }
 CASTS = ("to", "type_as", "_to_copy")
 
-# A number or a tensor of the recording.
+# A number, or a tensor of the recording.
 _Operand = Ref | float
 
 
@@ -88,7 +88,7 @@ def _operand(graph: Graph, value: object, result: Tensor) -> _Operand | None:
     is_rounded = x.dtype == torch.float32 and result.dtype == torch.bfloat16
     if not is_rounded:
         return value
-    # A number in a tensor of its own: it is rounded to the others' type before.
+    # A number in a scalar tensor is first rounded to the other operand's type.
     return float(x.to(result.dtype)) if x.dim() == 0 and value.number in graph.fixed else None
 
 

@@ -114,7 +114,6 @@ class Graph:
         return [operation for operation in found if operation is not None]
 
 
-# Finds groups in a graph.
 Finder = Callable[[Graph], Iterator[Found]]
 
 
@@ -130,7 +129,7 @@ def replaced(
     for finder in finders:
         for group, fused in finder(graph):
             graph.replace(group, fused)
-        if graph.has_replaced:  # else the next one may look at the same graph
+        if graph.has_replaced:  # otherwise the next finder can use the same graph
             graph = Graph(graph.result(), tensors, fixed, dtypes)
     return graph.operations
 

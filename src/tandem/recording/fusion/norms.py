@@ -13,7 +13,7 @@ from tandem.recording.recorder import NotRecordableError, Operation, Ref
 _CASTS = ("to", "type_as", "_to_copy")
 
 
-# What a norm becomes, by its weight in fp32, epsilon, and whether it rounds before the weight.
+# (weight in fp32, epsilon, whether it rounds before the weight) -> the fused norm.
 MakeNorm = Callable[[Tensor | None, float, bool], Callable[..., object]]
 
 
@@ -39,7 +39,7 @@ def _match_norm(graph: Graph, root: Operation, make: MakeNorm) -> Found | None:
         return None
     chain = [square, mean, shift, root, scaled]
     casts = [cast for name in _CASTS if (cast := graph.made_by(wide, name))]
-    for before in (casts, []):  # with the rounding of what comes in, or from its wide form on
+    for before in (casts, []):  # including the cast of the input, or starting at the input in fp32
         source = before[0].args[0] if before else wide
         whole = [*before, *chain]
         if graph.is_read_outside(whole, scaled.outputs):

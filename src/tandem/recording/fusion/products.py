@@ -8,7 +8,8 @@ from tandem.recording.fusion.graph import Graph
 from tandem.recording.fusion.views import MAX_DIMENSIONS, Small, add_combination
 from tandem.recording.recorder import Operation, Ref
 
-# Values of the second matrix. Larger ones are worth a packed form, or torch's own order of reading.
+# Largest size of the second matrix, in values. Larger ones deserve a packed form, or torch's own
+# order of reading.
 _MOST_VALUES = 1 << 21
 
 

@@ -74,7 +74,7 @@ def _match(graph: Graph, gathered: Operation, threads: CpuThreads) -> Found | No
 
 def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Groups] | None:
     """Match the selection of groups: sums of best ranks, the best sums, a mask of the rest."""
-    if masked.args[2] != -math.inf:  # what is left out could still be chosen
+    if masked.args[2] != -math.inf:  # otherwise masked experts could still be chosen
         return None
     chain: list[Operation] = [masked]
     ref: Ref = masked.args[1]

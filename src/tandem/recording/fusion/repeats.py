@@ -74,4 +74,4 @@ def _hashable(value: object) -> object:
         return tuple(map(_hashable, value))
     if isinstance(value, dict):
         return tuple((name, _hashable(value[name])) for name in sorted(value))
-    return type(value), value  # 1, 1.0 and True are equal
+    return type(value), value  # 1, 1.0 and True would be equal

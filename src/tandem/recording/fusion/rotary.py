@@ -15,7 +15,7 @@ from tandem.recording.fusion.graph import Found, Graph, other
 from tandem.recording.program import NativeCall, require_contiguous
 from tandem.recording.recorder import NotRecordableError, Operation, Ref
 
-# What an embedding becomes, by the dimension that has the heads.
+# Number of the heads' dimension -> the fused rotary embedding.
 MakeRotary = Callable[[int], Callable[..., object]]
 # Returns that dimension of an embedding's input with its cosines and sines; None: it is unknown.
 HeadsOf = Callable[[Graph, Ref, object, object], int | None]

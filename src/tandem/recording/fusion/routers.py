@@ -13,7 +13,7 @@ from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.program import NativeCall, require_contiguous
 from tandem.recording.recorder import Operation, Ref
 
-# Their copy in packed form costs no memory worth speaking of.
+# Routers up to this many weights are also packed; the copy takes little memory.
 _SMALL_WEIGHTS = 1 << 21
 _BF16 = find_format("bf16")
 
@@ -65,8 +65,8 @@ def _is_exact_in_bf16(x: Tensor) -> bool:
     return x.dtype == torch.float32 and torch.equal(x.bfloat16().float(), x)
 
 
-# What a choice becomes, a function of the logits that returns weights and index: by how many are
-# chosen (`top_k`), what becomes of their weights (`scale`, `is_normalised`) and their `dtype`.
+# Returns a function of the logits that gives weights and index. Arguments: how many are chosen
+# (`top_k`), how their weights are scaled (`scale`, `is_normalised`), and their `dtype`.
 MakeChoice = Callable[..., Callable[..., object]]
 
 

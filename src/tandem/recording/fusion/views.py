@@ -10,7 +10,7 @@ from tandem.kernels import _native
 from tandem.recording.recorder import NotRecordableError, Ref
 
 ELEMENT_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool)
-# What may be written: whole numbers would be rounded to fp32.
+# Dtypes of results. Integers are missing because values pass through fp32.
 WRITTEN_DTYPES = (torch.float32, torch.bfloat16, torch.bool)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_DIMENSIONS = 4

@@ -89,7 +89,7 @@ def _joined_latents(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor
     return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
 
 
-# The ends of Transformers' names, and llama.cpp's, of which the file has the first or another.
+# Suffixes of Transformers' names -> llama.cpp's; if there are two, a file has one of them.
 COMMON: Names = {
     "embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm",

@@ -16,7 +16,7 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
 from tandem.core.errors import UnsupportedModelError
 from tandem.foreign_types import PreTrainedConfig
 
-# llama.cpp's numbers for how a router's scores are made of its logits.
+# llama.cpp's numbers for the functions that turn a router's logits into scores.
 _SCORING = {1: "softmax", 2: "sigmoid", 4: "sqrtsoftplus"}
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 
@@ -72,7 +72,7 @@ def _compression(header: GgufHeader) -> tuple[list[str], dict[str, int]]:
                 f"{header.file} compresses {rates[kind]} tokens into a key in some layers and "
                 f"{ratio} in others of the same kind; Transformers has one number for them"
             )
-    return kinds, {_SPARSE: 4, _HEAVY: 128} | rates  # as released, where no layer says it
+    return kinds, {_SPARSE: 4, _HEAVY: 128} | rates  # the default is the released model's
 
 
 def _limit(header: GgufHeader) -> float | None:

@@ -143,10 +143,10 @@ def rope(header: GgufHeader) -> dict[str, object]:
             ),
             "beta_fast": float(header.value("rope.scaling.yarn_beta_fast", 32.0)),
             "beta_slow": float(header.value("rope.scaling.yarn_beta_slow", 1.0)),
-            "truncate": header.architecture != "gpt-oss",  # as its authors have it
+            "truncate": header.architecture != "gpt-oss",  # gpt-oss's released config says False
         }
     multiplier = header.value("rope.scaling.yarn_log_multiplier")
-    if kind == "yarn" and multiplier is not None:  # of the attention's scale, in DeepSeek's models
+    if kind == "yarn" and multiplier is not None:  # DeepSeek's models scale attention by it
         parameters |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * float(multiplier))
     return parameters
 

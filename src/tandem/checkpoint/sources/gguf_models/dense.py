@@ -18,8 +18,8 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
 from tandem.checkpoint.sources.gguf_models.full_attention import mixtral, paired
 from tandem.foreign_types import PreTrainedConfig
 
-_GEMMA3_PERIOD = 6  # of its layers the last one attends to all, if a file does not say
-_GEMMA3_27B_LAYERS = 62  # which alone scales its attention by another width
+_GEMMA3_PERIOD = 6  # if the file does not say: one layer in so many has full attention
+_GEMMA3_27B_LAYERS = 62  # only the 27B model scales its attention by another width
 
 
 def _dense(header: GgufHeader, model_type: str, **own: object) -> PreTrainedConfig:
@@ -62,7 +62,7 @@ def mistral3(header: GgufHeader) -> PreTrainedConfig:
     if beta is None:
         return _llama(header)
     parameters = rope(header)
-    # Unlike DeepSeek's files these have the multiplier itself, which is taken back in attention.
+    # Unlike DeepSeek's files, these hold the multiplier itself. Attention undoes it.
     scale = float(header.value("rope.scaling.yarn_log_multiplier", 1.0))
     parameters |= {"mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": float(beta)}
     return _dense(header, "ministral3", head_dim=head_dim(header), rope_parameters=parameters)

@@ -27,7 +27,7 @@ from tandem.checkpoint.sources.gguf_models.config_values import (
 from tandem.core.errors import ModelError, UnsupportedModelError
 from tandem.foreign_types import PreTrainedConfig
 
-_SIGMOID = 2  # as llama.cpp numbers ways to weigh experts
+_SIGMOID = 2  # llama.cpp's number for this way to weigh experts
 _STEP35_LIMITS = {
     "swiglu_limits": "swiglu_clamp_exp",
     "swiglu_limits_shared": "swiglu_clamp_shexp",
@@ -141,7 +141,7 @@ def afmoe(header: GgufHeader) -> PreTrainedConfig:
         num_dense_layers=num_dense_layers(header),
         route_scale=header.value("expert_weights_scale", 1.0),
         sliding_window=header.value("attention.sliding_window"),
-        global_attn_every_n_layers=4,  # as llama.cpp has it, and the next: files do not say
+        global_attn_every_n_layers=4,  # from llama.cpp, like the next: files do not say
         mup_enabled=True,
         **widths(header),
     )
@@ -151,7 +151,7 @@ def laguna(header: GgufHeader) -> PreTrainedConfig:
     """Make the config of a Laguna, whose layers may have different numbers of heads."""
     heads, width = each_layer(header, "attention.head_count"), head_dim(header)
     window = header.value("attention.sliding_window", 0)
-    windows = [bool(window and layer % 4) for layer in range(len(heads))]  # files do not say
+    windows = [bool(window and layer % 4) for layer in range(len(heads))]  # files lack the period
     gates = header.rows("blk.0.attn_gate.weight")
     whole = partial_rope(header)
     in_window = {
@@ -190,7 +190,8 @@ def llama4(header: GgufHeader) -> PreTrainedConfig:
         intermediate_size_mlp=header.value("feed_forward_length"),
         interleave_moe_layer_step=header.value("interleave_moe_layer_step"),
         use_qk_norm=num_experts != 128,
-        no_rope_layers=[int(chunk or not has_chunks) for chunk in in_chunks],  # 1: it has some
+        # 1: has rotary embeddings.
+        no_rope_layers=[int(chunk or not has_chunks) for chunk in in_chunks],
         layer_types=["chunked_attention" if chunk else "full_attention" for chunk in in_chunks],
         attention_chunk_size=8192,
         floor_scale=8192,
@@ -212,8 +213,9 @@ def step35(header: GgufHeader) -> PreTrainedConfig:
         )
     kinds = windowed_layers(each_layer(header, "attention.sliding_window_pattern"))
     heads, width = each_layer(header, "attention.head_count"), head_dim(header)
-    of_kind = dict(zip(reversed(kinds), reversed(heads), strict=True))  # the first of each
-    # The whole layers turn half of what the file says, as llama.cpp has it.
+    # Heads of each kind's first layer.
+    of_kind = dict(zip(reversed(kinds), reversed(heads), strict=True))
+    # Full-attention layers rotate half of what the file says, as in llama.cpp.
     whole = _turned(header, "rope.dimension_count", width) // 2
     in_window = _turned(header, "rope.dimension_count_swa", 2 * whole)
     scaled = llama3_rope(header, rope(header), width=whole, low=1.0, high=32.0, context=131_072)
