@@ -87,6 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="cut the shape to so many layers")
     parser.add_argument("--vocabulary", type=int, help="cut the vocabulary")
     parser.add_argument("--formats", nargs="+", default=["int4", "bf16"])
+    parser.add_argument("--dense-dtype", default="none", help="of the layers beside the experts")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 1.0, 0.25, 0.75])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     names = ["tandem", *(system.name for system in BASELINES)]
@@ -111,6 +112,7 @@ def _config(cell: Cell, options: argparse.Namespace) -> OffloadConfig:
     given: dict[str, Any] = {
         "device": options.device,
         "expert_dtype": cell.expert_dtype,
+        "dense_dtype": options.dense_dtype,
         "start_content": "random",
         "threads": options.threads,
         "link_bandwidth": options.link_bandwidth,

@@ -54,6 +54,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocabulary", type=int)
     parser.add_argument("--format", default="int4")
+    parser.add_argument("--dense-dtype", default="none", help="of the layers beside the experts")
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.25])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt-tokens", type=int, default=512)

@@ -94,6 +94,7 @@ TINY = {
 LLAMA_CPP = "measures llama.cpp, which has to be installed, and nothing without it"
 NOT_RUN = {
     "python -m benchmarks.generation.claims": LLAMA_CPP,
+    "python -m benchmarks.gpu.llama_cpp": LLAMA_CPP,
     "python -m benchmarks.loading.against_llama_cpp_file": LLAMA_CPP,
     "python -m benchmarks.server.against": "starts guidellm and llama-server",
     "tandem doctor": "its stages have the sizes of released models; only a GPU is quick enough",
