@@ -58,7 +58,7 @@ from tests.kernels.compile_triton import (
 KERNELS = (
     (attention, ("store_token", "attend_parts", "join_parts")),
     (prompt_attention, ("attend_tokens",)),
-    (sorting, ("count_rows", "sort_rows")),
+    (sorting, ("look_up", "count_rows", "sort_rows")),
     (windows, ("store_in_window", "attend_window_parts")),
     (
         index_keys,
@@ -179,6 +179,7 @@ def do_small(hidden_size: int, head_dim: int, num_experts: int, top_k: int) -> N
     operations.rotate_two(heads, fewer, table, table, 1)
     operations.rotate_pairs(heads, *[table[..., : head_dim // 4]] * 2, 1)
     operations.choose(logits, top_k, 1.0, True, torch.float32)
+    sorting.each_alone(torch.zeros(2, top_k).long(), torch.zeros(num_experts).long())
     sorting.sorted_by_expert(torch.zeros(32, top_k).long(), torch.zeros(num_experts).long())
 
 

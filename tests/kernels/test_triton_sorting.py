@@ -43,3 +43,19 @@ def test_rows_stand_by_expert_in_the_tokens_order(
     for expert, first in found[len(tiles) :]:  # surplus tiles have no rows
         assert 0 <= expert < num_experts
         assert first >= begin[expert + 1]
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (1, 8), (3, 4), (8, 10)])
+def test_each_routed_token_finds_its_expert(
+    sorting: ModuleType, num_tokens: int, top_k: int
+) -> None:
+    random = torch.Generator().manual_seed(5)
+    index = torch.randint(-1, 7, (num_tokens, top_k), generator=random)  # 5 and 6 are padding too
+    table = torch.arange(5) * 64 + 4096
+    addresses, row_of = sorting.each_alone(index, table)
+    assert row_of.shape == index.shape
+    rows = zip(index.flatten().tolist(), addresses.tolist(), row_of.flatten().tolist(), strict=True)
+    for row, (chosen, address, found) in enumerate(rows):
+        is_expert = 0 <= chosen < 5
+        assert found == (row if is_expert else -1)
+        assert address == 4096 + 64 * (chosen if is_expert else 0)

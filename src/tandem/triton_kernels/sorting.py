@@ -1,6 +1,7 @@
-"""Sorts a layer's routed tokens by expert on a GPU, without the host.
+"""Finds a layer's experts and sorts its routed tokens by expert on a GPU, without the host.
 
-    count_rows   each program counts the routed tokens of an expert
+    look_up      of few tokens: the address of each routed token's expert
+    count_rows   of many: each program counts the routed tokens of an expert
     sort_rows    each program places them behind those of the experts before it, and cuts tiles
 
 Each program reads the whole choice, some kilobytes that lie in the GPU's cache. That is faster than
@@ -16,7 +17,26 @@ from triton.language import constexpr, tensor
 from tandem.triton_kernels.rows import GroupedRows, block_rows
 
 _BLOCK = 1024  # routed tokens that a program looks at together
+_FEW = 64  # in a step of few
 _CHANGING = ("num_rows", "num_tiles")
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def look_up(
+    index: tensor, table: tensor, addresses: tensor, row_of: tensor, num_rows: tensor,
+    num_experts: constexpr, block: constexpr,
+) -> None:  # fmt: skip
+    """Write the address of each routed token's expert, and its row; -1: padding. A single program.
+
+    Padding gets the address of some expert.
+    """
+    for start in range(0, num_rows, block):
+        at = start + tl.arange(0, block)
+        chosen = tl.load(index + at, mask=at < num_rows, other=0)
+        is_expert = (chosen >= 0) & (chosen < num_experts)
+        address = tl.load(table + tl.where(is_expert, chosen, 0))
+        tl.store(addresses + at, address, mask=at < num_rows)
+        tl.store(row_of + at, tl.where(is_expert, at, -1), mask=at < num_rows)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -67,6 +87,22 @@ def sort_rows(
         at, is_mine = first_tile + tile, tile < num_mine
         tl.store(tile_expert + at, tl.where(is_last, expert - 1, expert), mask=is_mine)
         tl.store(tile_first + at, tl.where(is_last, num_rows, first + tile * tile_rows), is_mine)
+
+
+def each_alone(index: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the address of each routed token's expert, and the row of each, -1 for padding.
+
+    `index` (n_tokens, top_k) int64 and `table` (num_experts,), the experts' addresses, are on the
+    device. Rows are in the routed tokens' order, (n_tokens * top_k,) and (n_tokens, top_k); the row
+    of padding exists and belongs to any expert.
+    """
+    num_rows, index = index.numel(), index.contiguous()
+    addresses = torch.empty(num_rows, dtype=torch.int64, device=index.device)
+    row_of = torch.empty(index.shape, dtype=torch.int32, device=index.device)
+    look_up[1,](
+        index, table, addresses, row_of, num_rows, num_experts=len(table), block=_FEW, num_warps=1
+    )
+    return addresses, row_of
 
 
 def sorted_by_expert(index: Tensor, addresses: Tensor) -> tuple[GroupedRows, Tensor]:

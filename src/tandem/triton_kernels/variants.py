@@ -41,15 +41,17 @@ def variants(
         rows = table.on(table.memory.to(device))
         experts.compute(layout, activation, hidden, rows, out, activate)
 
-    def add_rows(out_dtype: torch.dtype) -> None:
+    def add_rows(out_dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         """Sum one token's rows, all but one of which are padding."""
         rows = torch.zeros(1, layout.hidden_size, device=device)
         row_of = torch.zeros(1, top_k, dtype=torch.int32, device=device)
-        weights = torch.zeros(1, top_k, device=device)
+        weights = torch.zeros(1, top_k, dtype=weights_dtype, device=device)
         experts.add_rows(rows, row_of, weights, torch.empty_like(rows, dtype=out_dtype))
 
-    # Sums are fp32 for planned layers, and in the model's dtype for resident ones.
+    # Of planned layers sums and weights are fp32, of resident ones in the model's dtype; some
+    # models' weights are fp32 there too.
+    dtypes = dict.fromkeys(((torch.float32, torch.float32), (dtype, torch.float32), (dtype, dtype)))
     return [
         *(partial(compute, num_tokens) for num_tokens in (*VECTOR_TOKENS, *TILE_ROWS)),
-        *(partial(add_rows, out_dtype) for out_dtype in dict.fromkeys((torch.float32, dtype))),
+        *(partial(add_rows, *pair) for pair in dtypes),
     ]

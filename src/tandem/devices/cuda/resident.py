@@ -66,22 +66,21 @@ class ResidentLayers:
         functions: ExpertFunctions,
     ) -> Tensor:
         """Queue a layer; see `Executor`."""
+        from tandem.triton_kernels import sorting
+
         host = self._cache.store[layer]
         assert isinstance(host, PackedLayer)
         num_tokens, top_k = top_k_index.shape
         table = self._table(layer)
         if num_tokens > MAX_TOKENS:
-            from tandem.triton_kernels.sorting import sorted_by_expert
-
-            rows, row_of = sorted_by_expert(top_k_index, table)
+            rows, row_of = sorting.sorted_by_expert(top_k_index, table)
         else:
-            known = top_k_index.clamp(0, len(table) - 1)  # other indices are padding
-            rows = each_row_alone(table[known.reshape(-1)], num_tokens, top_k)
-            row_of = rows.begin[:-1].view(num_tokens, top_k).masked_fill(known != top_k_index, -1)
+            addresses, row_of = sorting.each_alone(top_k_index, table)
+            rows = each_row_alone(addresses, num_tokens, top_k)
         computed = hidden.new_empty(num_tokens * top_k, hidden.shape[1], dtype=torch.float32)
         self._experts.compute(host.layout, functions.native, hidden.contiguous(), rows, computed)
         out = torch.empty_like(hidden)
-        self._experts.add_rows(computed, row_of, top_k_weights.float().contiguous(), out)
+        self._experts.add_rows(computed, row_of, top_k_weights.contiguous(), out)
         return out
 
     def note(self, layer: int, top_k_index: Tensor) -> None:
