@@ -28,7 +28,10 @@ ROWS = read_rows(report.FIGURES)
 TEXT = DOCUMENT.read_text(encoding="utf-8")
 DATES = re.compile(r"\d{4}-\d\d-\d\d(; \d{4}-\d\d-\d\d)?")
 # What a reader puts in by hand; brackets are options that may be left out.
-PLACEHOLDERS = {"SHAPE": "qwen3-30b-a3b", "TYPE": "Q4_0", "ISA": "avx2", "[": "", "]": ""}
+PLACEHOLDERS = {
+    "SHAPE": "qwen3-30b-a3b", "TYPE": "Q4_0", "ISA": "avx2", "[": "", "]": "",
+    "LLAMA_BENCH": sys.executable,  # any program
+}  # fmt: skip
 ROW = Row(
     table="Disk", what="reads", figure="1", machine="EPYC", date="2026-11-01", command="tandem"
 )
