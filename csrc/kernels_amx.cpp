@@ -1,5 +1,5 @@
-// AMX: AVX-512's kernels, with products of bf16 with any number of tokens on tiles, and those of int8 with
-// many tokens where scales are of many columns.
+// AMX: AVX-512's kernels, with products of bf16 on tiles, or with a few tokens as tiles add them up, and
+// those of int8 with many tokens on tiles where scales are of many columns.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include "avx512/bf16_tiles.hpp"
 #include "avx512/integer_tiles.hpp"
 #include "avx512/many_tokens.hpp"
+#include "avx512/tile_order.hpp"
 #include "kernels.hpp"
 
 namespace tandem {
@@ -20,6 +21,8 @@ bool is_on_integer_tiles(const PackedMatrix& m, std::int64_t num_tokens) {
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
   end = std::min(end, (num_rows + kBlockRows - 1) / kBlockRows);
+  if (m.format == Format::kBf16 && num_tokens <= kMostInTileOrder)
+    return multiply_in_tile_order(m, begin, end, x, num_tokens, num_rows, out, stride);
   if (m.format == Format::kBf16)
     return multiply_bf16(m, begin, end, x, num_tokens, num_rows, out, stride);
   if (!is_on_integer_tiles(m, num_tokens))

@@ -1,7 +1,7 @@
 // bf16 on the tiles of AMX: an instruction multiplies 16 tokens with 32 columns of a block's 16 rows, which
-// lie in memory as a tile wants them. Every number of tokens is multiplied so, one as well: sums go
-// through the columns in one order, whether they stay in tiles or wait in memory for the next panel, so that
-// a token's bits do not depend on the others. They are not those of registers.
+// lie in memory as a tile wants them. Any number of tokens can be multiplied so: sums go through the columns in
+// one order, whether they stay in tiles or wait in memory for the next panel, so that a token's bits do not
+// depend on the others. A few tokens have the same bits by registers (tile_order.hpp).
 #pragma once
 
 #include <cstring>
