@@ -67,7 +67,7 @@ void read_row(const PackedMatrix& matrix, std::int64_t row, std::int64_t cols, f
 
 const Kernels& portable_kernels();
 #if defined(__x86_64__)
-const Kernels& amx_kernels();  // AVX-512 with AMX's tiles for bf16, and for int8 with many tokens
+const Kernels& amx_kernels();  // AVX-512 with AMX's tiles for bf16, fp8, and int8 with many tokens
 const Kernels& avx512_kernels();  // AVX-512 with VNNI and BF16
 const Kernels& avxvnni_kernels();  // AVX-VNNI, AVX2, FMA and F16C
 const Kernels& avx2_kernels();  // AVX2, FMA and F16C

@@ -1,12 +1,14 @@
-// AMX: AVX-512's kernels, with products of bf16 with any number of tokens on tiles, and those of int8 with
-// many tokens where scales are of many columns.
+// AMX: AVX-512's kernels, with products of bf16 and fp8 on tiles, those of a few tokens as tiles add them up,
+// and those of int8 with many tokens on tiles where scales are of many columns.
 #include <immintrin.h>
 
 #include <algorithm>
 
 #include "avx512/bf16_tiles.hpp"
+#include "avx512/fp8_tiles.hpp"
 #include "avx512/integer_tiles.hpp"
 #include "avx512/many_tokens.hpp"
+#include "avx512/tile_order.hpp"
 #include "kernels.hpp"
 
 namespace tandem {
@@ -20,8 +22,15 @@ bool is_on_integer_tiles(const PackedMatrix& m, std::int64_t num_tokens) {
 void matmul(const PackedMatrix& m, std::int64_t begin, std::int64_t end, const Activations& x,
             std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
   end = std::min(end, (num_rows + kBlockRows - 1) / kBlockRows);
+  const auto multiply = [&](auto few, auto many, std::int64_t most_few) {
+    (num_tokens <= most_few ? few : many)(m, begin, end, x, num_tokens, num_rows, out, stride);
+  };
   if (m.format == Format::kBf16)
-    return multiply_bf16(m, begin, end, x, num_tokens, num_rows, out, stride);
+    return multiply(multiply_in_tile_order<Format::kBf16>, multiply_bf16,
+                    kMostInTileOrder<Format::kBf16>);
+  if (m.format == Format::kFp8)
+    return multiply(multiply_in_tile_order<Format::kFp8>, multiply_fp8,
+                    kMostInTileOrder<Format::kFp8>);
   if (!is_on_integer_tiles(m, num_tokens))
     return avx512_kernels().matmul(m, begin, end, x, num_tokens, num_rows, out, stride);
   each<kNumFormats>([&](auto number) {

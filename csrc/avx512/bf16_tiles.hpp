@@ -1,7 +1,7 @@
 // bf16 on the tiles of AMX: an instruction multiplies 16 tokens with 32 columns of a block's 16 rows, which
-// lie in memory as a tile wants them. Every number of tokens is multiplied so, one as well: sums go
-// through the columns in one order, whether they stay in tiles or wait in memory for the next panel, so that
-// a token's bits do not depend on the others. They are not those of registers.
+// lie in memory as a tile wants them. Any number of tokens can be multiplied so: sums go through the columns in
+// one order, whether they stay in tiles or wait in memory for the next panel, so that a token's bits do not
+// depend on the others. A few tokens have the same bits by registers (tile_order.hpp).
 #pragma once
 
 #include <cstring>
@@ -9,6 +9,7 @@
 #include "../amx.hpp"
 #include "few_tokens.hpp"
 #include "panel.hpp"
+#include "tile_rounding.hpp"
 
 namespace tandem {
 namespace {
@@ -159,6 +160,17 @@ inline void multiply_pair(FourTiles& tiles, const PackedMatrix& m, std::int64_t 
   }
 }
 
+// What was added up, those of a token side by side, to where it belongs.
+inline void store_pair(const PackedMatrix& m, std::int64_t block, std::int64_t last,
+                       std::int64_t num_tokens, std::int64_t num_rows, const float* sums,
+                       float* out, std::int64_t stride) {
+  for (std::int64_t b = block; b <= last; ++b) {
+    const Output to = Output::of(m, b, num_rows, out, stride);
+    const float* own = sums + (b - block) * kBlockRows;
+    for (std::int64_t t = 0; t < num_tokens; ++t) to.store(t, _mm512_load_ps(own + t * kSumStride));
+  }
+}
+
 // As Kernels::matmul, of blocks that have rows.
 inline void multiply_bf16(const PackedMatrix& m, std::int64_t begin, std::int64_t end,
                           const Activations& x, std::int64_t num_tokens, std::int64_t num_rows,
@@ -166,16 +178,12 @@ inline void multiply_bf16(const PackedMatrix& m, std::int64_t begin, std::int64_
   thread_local Lines<float> sum_memory;
   float* sums = sum_memory.of(num_tokens * kPairBlocks);
   see_memory();
+  const TileRounding rounding;  // of the bias
   FourTiles tiles;
   for (std::int64_t block = begin; block < end; block += kPairBlocks) {
     const std::int64_t last = std::min(block + kPairBlocks, end) - 1;
     multiply_pair(tiles, m, block, last, x, num_tokens, sums);
-    for (std::int64_t b = block; b <= last; ++b) {
-      const Output to = Output::of(m, b, num_rows, out, stride);
-      const float* own = sums + (b - block) * kBlockRows;
-      for (std::int64_t t = 0; t < num_tokens; ++t)
-        to.store(t, _mm512_load_ps(own + t * kSumStride));
-    }
+    store_pair(m, block, last, num_tokens, num_rows, sums, out, stride);
   }
 }
 

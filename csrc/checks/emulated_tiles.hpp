@@ -57,8 +57,8 @@ class EmulatedTiles {
       float sums[2] = {}, sum;
       for (int k = 0; k < steps; ++k)
         for (int i = 0; i < 2; ++i)
-          sums[i] = normal(std::fma(value(data_[a][row] + 4 * k + 2 * i),
-                                    value(data_[b][k] + 4 * lane + 2 * i), sums[i]));
+          sums[i] = multiply_add(value(data_[a][row] + 4 * k + 2 * i),
+                                 value(data_[b][k] + 4 * lane + 2 * i), sums[i]);
       std::memcpy(&sum, data_[c][row] + 4 * lane, 4);
       sum = normal(normal(sum) + normal(sums[0] + sums[1]));
       std::memcpy(data_[c][row] + 4 * lane, &sum, 4);
@@ -72,6 +72,14 @@ class EmulatedTiles {
   }
 
   static float normal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+
+  // Only what 24 bits hold no nearer than the smallest normal number becomes one: fma alone rounds to fewer.
+  static float multiply_add(float a, float b, float sum) {
+    constexpr double kRoundsUp = 0x1.ffffffp-127;
+    const float result = std::fma(a, b, sum);
+    const bool is_below = std::fabs(static_cast<double>(a) * b + sum) < kRoundsUp;
+    return is_below ? std::copysign(0.0f, result) : result;
+  }
 
   static float value(const std::uint8_t* at) {
     std::uint16_t bits;

@@ -81,6 +81,14 @@ inline std::vector<float> multiply(const Kernels& kernels, const Case& c, const 
   return out;
 }
 
+// So many tokens of a case.
+inline Case first_tokens(const Case& c, std::int64_t num_tokens) {
+  Case few = c;
+  few.num_tokens = num_tokens;
+  few.rows.resize(num_tokens * c.cols);
+  return few;
+}
+
 inline double relative_error(const std::vector<float>& actual, const std::vector<float>& expected) {
   double error = 0;
   double size = 1e-30;

@@ -63,6 +63,7 @@ TINY = {
     "python -m benchmarks.gpu": f"{EMULATED} --formats int4 --systems tandem --new-tokens 3",
     "python -m benchmarks.gpu.timeline": EMULATED,
     "python -m benchmarks.kernels.builds": "--rounds 1",
+    "python -m benchmarks.kernels.isas": "--isas portable portable --pairs 1 --experts 8",
     "python -m benchmarks.kernels.peers": "--tokens 1",
     "python -m benchmarks.loading.first_load": "--rounds 1",
     "python -m benchmarks.loading.large_model load DIR": "--tokens 4",

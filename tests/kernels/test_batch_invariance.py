@@ -85,6 +85,18 @@ def test_routed_tokens_of_an_expert(
         assert torch.equal(together[1][num_rows - 1 - token], second[0])
 
 
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("fmt", ["bf16", "fp8"])
+@pytest.mark.parametrize(("hidden", "inner"), [(16, 32), (136, 300), (640, 576)])
+def test_few_tokens_of_an_expert(isa: str, fmt: str, hidden: int, inner: int) -> None:
+    """Few are added up in registers, many on tiles where there are some."""
+    layer = layer_of(find_format(fmt), hidden, inner)
+    (many, _) = of_rows(layer, [list(range(20)), []]).compute(experts_of(isa))
+    for tokens in range(1, 9):
+        (few, _) = of_rows(layer, [list(range(tokens)), []]).compute(experts_of(isa))
+        assert torch.equal(few, many[:tokens])
+
+
 @functools.cache
 def experts_of(isa: str) -> ExpertEngine:
     return start_engine(num_threads=2, isa=isa)

@@ -138,3 +138,33 @@ def test_tiles_multiply_bf16_with_any_number_of_tokens() -> None:
                 even_and_odd += pair
             total += even_and_odd.sum(-1)
         assert torch.equal(multiply(threads, [weight], x.float())[0], total)
+
+
+def wild(*shape: int, seed: int, largest: float) -> torch.Tensor:
+    """Return numbers whose products are about the smallest normal one, and some special ones."""
+    random = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-72, -59, shape, generator=random)
+    values = torch.randn(shape, generator=random) * 2.0**exponents
+    special = torch.tensor([largest, -largest, 0.0, 2.0**-133, -(2.0**-127)])
+    picked = special[torch.randint(len(special), shape, generator=random)]
+    return torch.where(torch.rand(shape, generator=random) < 0.002, picked, values)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in available_isas() if isa in ("amx", "avx512")])
+@pytest.mark.parametrize(("rows", "cols"), [(16, 32), (33, 200), (100, 520), (70, 2056)])
+@pytest.mark.parametrize("kind", ["usual", "wild"])
+def test_a_few_tokens_of_bf16_have_the_bits_of_many(
+    isa: str, rows: int, cols: int, kind: str
+) -> None:
+    """Numbers below the normal ones, infinities and NaN too."""
+    threads = CpuThreads(num_threads=2, isa=isa)
+    if kind == "usual":
+        weight = weight_of(rows, cols, "bf16", bias=True)
+        x = torch.randn(40, cols, generator=torch.Generator().manual_seed(1))
+    else:
+        weight = pack_dense(wild(rows, cols, seed=0, largest=3e38), None, find_format("bf16"))
+        x = wild(40, cols, seed=1, largest=torch.inf)
+    (many,) = multiply(threads, [weight], x)
+    for tokens in range(1, 9):
+        (few,) = multiply(threads, [weight], x[:tokens])
+        assert torch.equal(few.view(torch.int32), many[:tokens].view(torch.int32))

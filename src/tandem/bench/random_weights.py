@@ -12,6 +12,8 @@ from tandem.kernels.memory import allocate_buffers
 # Only so many experts of a layer are drawn. The others are copies at their own addresses.
 _DRAWN_EXPERTS = 2
 _STD = 0.02
+_E4M3_STD = 120.0
+_AT_ONCE = 1 << 24
 
 
 def random_matrix(rows: int, cols: int, fmt: WeightFormat) -> PackedMatrix:
@@ -46,7 +48,9 @@ def _draw_codes(buffer: Tensor, fmt: WeightFormat) -> None:
     if fmt.kind in ("bf16", "fp16"):
         buffer.view(torch.bfloat16 if fmt.kind == "bf16" else torch.float16).normal_(std=_STD)
     elif fmt.kind == "fp8":
-        buffer.random_(0, 0x7E)  # excludes e4m3's NaN
+        for part in buffer.view(-1).split(_AT_ONCE):  # as rounding by the largest of 2,048 has it
+            codes = torch.randn(part.shape, device="cpu").mul_(_E4M3_STD).clamp_(-448, 448)
+            part.copy_(codes.to(torch.float8_e4m3fn).view(torch.uint8))
     else:
         buffer.view(torch.int64).random_()  # 63 random bits; eight times as fast as drawing bytes
         grid = fmt.encoding.grid
