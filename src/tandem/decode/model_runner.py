@@ -60,7 +60,7 @@ class ModelRunner:
         self._takes_rows = _looks_for_embeddings(model)
         self._cache_argument = cache_argument(model)
         self.keeps_logits = takes_logits_to_keep(model)
-        """Whether logits can be asked for some of the tokens alone."""
+        """Whether the model can compute logits for selected tokens only."""
 
     @property
     def executor(self) -> Executor | None:
