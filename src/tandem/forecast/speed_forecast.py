@@ -72,7 +72,7 @@ class SpeedForecast(Forecast):
     measured_layers: int
     first_prefill_seconds: float
     first_tokens_seconds: float
-    """Of the first `FIRST_TOKENS` decode steps together."""
+    """Total time of the first `FIRST_TOKENS` decode steps."""
 
     @property
     def first_tokens_per_second(self) -> float:
