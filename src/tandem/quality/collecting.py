@@ -53,7 +53,7 @@ class CollectingExecutor(ReferenceExecutor):
         """Serve a store's layers."""
         super().__init__(store)
         self.found: dict[str, Squares] = {}
-        """By the names of the experts' parameters."""
+        """By the name of the experts' parameter."""
 
     def rows(
         self, host: HostLayer, expert: int, rows: Tensor, functions: ExpertFunctions
