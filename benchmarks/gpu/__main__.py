@@ -33,7 +33,7 @@ from tandem.hf.runtime import require_runtime
 
 BAR_CHARACTERS = 40
 LINK_BYTES = 256 << 20
-FORCED_TOKENS = 8192  # of a synthetic routing, which begins anew behind them
+FORCED_TOKENS = 8192  # of a synthetic routing, which repeats after them
 
 
 def main() -> int:

@@ -73,7 +73,7 @@ def on_device(table: Tensor) -> Tensor:
 def run_prompt(
     kernels: TritonKernels, store: HostStore, layers: list[DeviceLinear], num_tokens: int
 ) -> None:
-    """Launch a prompt's batches and those of six later tokens: all experts, halves, single ones."""
+    """Launch batches of a prompt and of small steps: all experts, each half, and one expert."""
     generator = torch.Generator().manual_seed(num_tokens)
     for count in (num_tokens, 1, 2, 3, 5, 8):
         for layer in layers:

@@ -66,7 +66,7 @@ class Forecast:
 class SpeedForecast(Forecast):
     """The forecast for the CPU, and how many layers it was measured on.
 
-    "First" is what a user sees right after loading: nothing is prepared, and steps are recorded.
+    "First" means right after loading: nothing is warmed up, and decode steps are still recorded.
     """
 
     measured_layers: int

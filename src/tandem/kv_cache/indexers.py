@@ -48,7 +48,7 @@ class SeesAllBefore:
         return self
 
     def __invert__(self) -> "SeesAllBefore":
-        """Return itself: hidden positions are known like visible ones."""
+        """Return itself; it stands for the inverted mask too."""
         return self
 
     def is_floating_point(self) -> bool:

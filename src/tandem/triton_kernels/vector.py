@@ -184,8 +184,8 @@ def vector_up(
 ) -> None:
     """Write activation(up projection) of 32 lanes: inner (n_rows, num_rows).
 
-    A program is (32 lanes, expert); one at address 0 is none. `num_rows` is the intermediate size;
-    with PLAIN gated experts inner is (n_rows, 2 * num_rows), the gate first.
+    A program is (32 lanes, expert); experts at address 0 are skipped. `num_rows` is the
+    intermediate size; with PLAIN gated experts inner is (n_rows, 2 * num_rows), the gate first.
     """
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
     expert = tl.program_id(1)

@@ -170,7 +170,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         self._announce(tokens)
         logits = self._steps.run(self._steps.at(size, of_prompt=True))
         self.cache.commit()
-        return logits.clone()  # the next prompt of this size writes them anew
+        return logits.clone()  # the next prompt of this size overwrites them
 
     def _announce(self, tokens: Sequence[int]) -> None:
         executor = self._model.executor

@@ -235,7 +235,7 @@ class PackedLayer:
         return self.hold(expert) if self.slots is None else self.slots.try_hold(expert)
 
     def take_back(self, expert: int) -> HeldExpert | None:
-        """Return room for an expert that leaves a device; see `LayerSlots.take_back`."""
+        """Return memory for an expert that a device evicts; see `LayerSlots.take_back`."""
         return None if self.slots is None else self.slots.take_back(expert)
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
@@ -252,7 +252,7 @@ class PackedLayer:
         return self.layout.num_bytes
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the layer's tensors for a packed checkpoint, by name; contiguous, with gaps."""
+        """Return the tensors for a packed checkpoint by name, including gaps between experts."""
         order = {} if self.input_order is None else {STORED_ORDER_NAME: self.input_order}
         experts = self.buffers if self._stored is None else self._stored
         return {STORED_NAME: experts, **order}
