@@ -23,7 +23,7 @@ class TokenOutput(NamedTuple):
     request_id: int
     text: str = ""
     token_id: int | None = None
-    """None: the request asked for no tokens and ends here."""
+    """The token; None ends a request that asked for no tokens."""
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
     """None while the request continues."""

@@ -53,7 +53,7 @@ class CollectingExecutor(ReferenceExecutor):
         """Serve a store's layers."""
         super().__init__(store)
         self.found: dict[str, Squares] = {}
-        """By the name of the experts' parameter."""
+        """Sums of squares of inputs, by the experts' parameter name."""
 
     def rows(
         self, host: HostLayer, expert: int, rows: Tensor, functions: ExpertFunctions
