@@ -56,7 +56,7 @@ class Configuration:
     context: int
     sequences: int
     device_share: float | None
-    """Memory of an emulated device, of the experts' bytes; None: no device."""
+    """Memory of an emulated device, relative to the experts' bytes; None: no device."""
     memory_share: float | None
     """Memory of the processes' control group, of what the plan says; None: no group."""
     gguf_type: str | None = None

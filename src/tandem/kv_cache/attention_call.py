@@ -46,7 +46,7 @@ class AttentionCall(NamedTuple):
         return self.sinks if self.sinks is not None and self.sinks.dim() == 1 else None
 
     def part(self, some: slice) -> "AttentionCall":
-        """Return the call for some tokens only; nothing but a selection may stand beside."""
+        """Return the call for some tokens; of the further tensors, it may have only `selected`."""
         query, key, value = (x[:, some] for x in (self.query, self.key, self.value))
         selected = None if self.selected is None else self.selected[some]
         return self._replace(query=query, key=key, value=value, selected=selected)

@@ -104,7 +104,7 @@ def collect_importance(
 
 
 def _batches(windows: Sequence[Window]) -> Iterator[Tensor]:
-    """Yield windows of one length together: (rows, tokens) ids."""
+    """Yield batches of windows of equal length: ids (rows, tokens)."""
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for window in windows:
         by_length.setdefault(len(window.ids), []).append(window.ids)

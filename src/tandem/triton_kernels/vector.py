@@ -216,7 +216,7 @@ def vector_down(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Write the down projection of 32 lanes: out (n_rows, num_rows) fp32, num_rows hidden_size."""
+    """Write the down projection of 32 lanes: out (n_rows, hidden_size) fp32."""
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
     block, lane = lanes // 16, lanes % 16
     num_rows: constexpr = extent.num_rows

@@ -118,7 +118,7 @@ def _after(before: str | None, text: str) -> str:
 
 
 def _content(content: str | Sequence[Part]) -> str | list[TextPart | ImagePart]:
-    """Return what the model reads of a content: text, or text and images."""
+    """Return the parts of a content that the model reads: text, or text and images."""
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return _text(content)
     return [
