@@ -317,8 +317,7 @@ class ChatRequest(Sampling):
     chat_template_kwargs: _Json | None = Field(None, max_length=16)
     enable_thinking: bool | None = None
     thinking_token_budget: _Budget | None = None
-    """The most reasoning tokens; the field has one name in vLLM, one in llama.cpp, one in Qwen's
-    API."""
+    """The most reasoning tokens, as vLLM names them; then llama.cpp's and Qwen's names."""
     thinking_budget_tokens: _Budget | None = None
     thinking_budget: _Budget | None = None
     add_generation_prompt: bool | None = None

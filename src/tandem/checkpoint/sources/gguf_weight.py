@@ -35,7 +35,7 @@ class GgufWeight:
     """Whether unquantised experts' matrices are transposed."""
     row_order: Tensor | None = field(default=None, repr=False)
     factors: tuple[GgufTensor | None, ...] = field(default=(), repr=False)
-    """For each NVFP4 tensor its factor, or one per expert; an empty tensor has none."""
+    """For each tensor: the NVFP4 factor (one, or one per expert), or None. Empty: no factors."""
     column_order: Tensor | None = field(default=None, repr=False)
 
     @property
