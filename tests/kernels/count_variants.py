@@ -1,4 +1,4 @@
-"""Counts the kernels that Triton compiles for a model, on a GPU that is not here; prints JSON.
+"""Counts the kernels that Triton compiles for a model, for a GPU that is not present; prints JSON.
 
     python -m tests.kernels.count_variants
 

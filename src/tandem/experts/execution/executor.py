@@ -144,7 +144,7 @@ class Executor(ABC):
 def unheard(executor: Executor | None) -> Iterator[None]:
     """Hide trial steps from an executor's listeners (None: no executor).
 
-    Listeners sum up, learn from and show only what answers took.
+    Listeners count, learn from and show only the steps of answers.
     """
     if executor is None:
         yield
