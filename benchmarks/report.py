@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from docs/figures.jsonl, which has a JSON object a row.
+"""Writes the tables of docs/performance.md from docs/figures.jsonl, one JSON object per row.
 
     python -m benchmarks.report            # writes the tables
     python -m benchmarks.report --check    # exit status 1 if a table is out of date
@@ -11,9 +11,9 @@ A row changes, or is added, from the output of its benchmark or by hand:
     python -m benchmarks.report --what "a new row" --table Disk --figure "1.1 GB/s" --machine EPYC \
         --command "python -m benchmarks.disk"
 
-A benchmark's last line is one JSON object. A row's `template` says what of it the figure shows, in
-the form of Python's str.format: `{worst:.2f}`, `{cells[0][ratio]:.1%}`. A table belongs to the
-heading of its name, and its two first lines stay as they are.
+A benchmark's last line is one JSON object. A row's `template` selects the values to show, in the
+syntax of Python's str.format: `{worst:.2f}`, `{cells[0][ratio]:.1%}`. A table stands below the
+heading with its name; its first two lines are not changed.
 """
 
 import argparse

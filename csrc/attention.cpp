@@ -133,11 +133,12 @@ void require_inside(const AttentionCall& call) {
     const std::int64_t row = call.rows[t], position = call.positions[t];
     if (row < 0 || row >= call.num_rows || position < 0 || position >= capacity)
       throw std::invalid_argument("a token is at position " + std::to_string(position) +
-                                  " of slot " + std::to_string(row) + ", expected one of the " +
-                                  std::to_string(capacity) + " of a slot in the cache");
+                                  " of slot " + std::to_string(row) + ", expected position 0 to " +
+                                  std::to_string(capacity - 1) + " of slot 0 to " +
+                                  std::to_string(call.num_rows - 1));
     if (call.always_seen && row >= call.num_always_seen)
-      throw std::invalid_argument("a token is of slot " + std::to_string(row) + ", expected one of the " +
-                                  std::to_string(call.num_always_seen) + " that have a prompt");
+      throw std::invalid_argument("a token is in slot " + std::to_string(row) + ", expected 0 to " +
+                                  std::to_string(call.num_always_seen - 1) + ", as in counts");
   }
   const CompressedKeys& compressed = call.compressed;
   if (compressed.ratio == 0) return;
@@ -146,7 +147,7 @@ void require_inside(const AttentionCall& call) {
         call.rows[t] >= compressed.num_rows)
       throw std::invalid_argument("a token at position " + std::to_string(call.positions[t]) +
                                   " sees more than the " + std::to_string(compressed.capacity) +
-                                  " compressed keys of a slot in the cache");
+                                  " compressed keys of a slot");
   }
 }
 

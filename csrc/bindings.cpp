@@ -29,15 +29,16 @@ void require_in_range(const ExpertCall& call, std::int64_t num_rows) {
                                   ", expected rows sorted by expert");
   for (std::int64_t e = 0; e < call.num_experts; ++e)
     if (call.experts[e] == nullptr && begin[e + 1] > begin[e])
-      throw std::invalid_argument("expert " + std::to_string(e) +
-                                  " of the call has rows but no address, expected its weights'");
+      throw std::invalid_argument(
+          "expert " + std::to_string(e) +
+          " of the call has rows but no address, expected the address of its weights");
   if (begin[0] != 0 || begin[call.num_experts] != num_rows)
     throw std::invalid_argument("row_begin goes from " + std::to_string(begin[0]) + " to " +
                                 std::to_string(begin[call.num_experts]) + ", expected 0 to " +
                                 std::to_string(num_rows) + ", the rows of row_token");
   for (std::int64_t i = 0; i < num_rows; ++i)
     if (call.row_token[i] < 0 || call.row_token[i] >= call.num_tokens)
-      throw std::invalid_argument("row " + std::to_string(i) + " is of token " +
+      throw std::invalid_argument("row " + std::to_string(i) + " belongs to token " +
                                   std::to_string(call.row_token[i]) + ", expected 0 to " +
                                   std::to_string(call.num_tokens - 1));
 }
@@ -115,7 +116,7 @@ void add_rows(ExpertEngine& engine, const Tensor& rows, const Tensor& row_of, co
                    weights.dense<const float>("weights", tokens * top_k),
                    out.dense<float>("out", tokens * size)};
   for (std::int64_t i = 0; i < tokens * top_k; ++i)
-    require(sum.row_of[i] < rows.size(0), "rows that there are");
+    require(sum.row_of[i] < rows.size(0), "existing rows");
   const Turn turn(engine);
   engine.add_rows(sum);
 }
@@ -143,7 +144,7 @@ NB_MODULE(_native, m) {
   m.def("crc32c", &tandem::sum_of<&tandem::crc32c>);
   m.def("crc32c_portable", &tandem::sum_of<&tandem::crc32c_portable>);
   m.def("join_crc32c", [](std::uint32_t first, std::uint32_t second, std::int64_t second_bytes) {
-    tandem::require(second_bytes >= 0, "0 bytes or more in the second piece");
+    tandem::require(second_bytes >= 0, "at least 0 bytes in the second piece");
     return tandem::join_crc32c(first, second, second_bytes);
   });
 

@@ -5,7 +5,7 @@ namespace {
 
 // Checks that all matrices can share one converted input; returns the first matrix.
 const DenseMatrix& first_of(const std::vector<const DenseMatrix*>& matrices) {
-  require(!matrices.empty() && matrices.front() != nullptr, "one matrix or more");
+  require(!matrices.empty() && matrices.front() != nullptr, "at least one matrix");
   const PackedMatrix& first = matrices.front()->packed;
   for (const DenseMatrix* matrix : matrices)
     require(matrix != nullptr && matrix->packed.format == first.format &&
@@ -35,7 +35,7 @@ DenseProduct::DenseProduct(const std::vector<const DenseMatrix*>& matrices, cons
                            const std::vector<Tensor>& given) {
   in_features = first_of(matrices).in_features;
   require(given.size() == matrices.size(), "as many outputs as matrices");
-  if (x.size(-1) != in_features) x.refuse("x", std::to_string(in_features) + " values in a row");
+  if (x.size(-1) != in_features) x.refuse("x", std::to_string(in_features) + " values per row");
   type = x.value_type("x");
   num_tokens = x.count() / in_features;
   input = x.values("x", type, x.count());
@@ -57,8 +57,8 @@ GroupsProduct::GroupsProduct(const std::vector<const DenseMatrix*>& matrices, co
   token_stride = view.token_stride;
   group_stride = view.head_stride;
   out_stride = groups * first.rows;
-  require(num_tokens <= 1 || token_stride > 0, "a place for each token");
-  require(groups == 1 || group_stride > 0, "a place for each group");
+  require(num_tokens <= 1 || token_stride > 0, "a stride of at least 1 between tokens");
+  require(groups == 1 || group_stride > 0, "a stride of at least 1 between groups");
   auto* to = static_cast<std::uint8_t*>(out.values("out", type, num_tokens * out_stride, true));
   for (std::int64_t i = 0; i < groups; ++i) outputs.push_back(to + i * first.rows * value_bytes(type));
 }
@@ -73,7 +73,8 @@ RowsCall rows_call(const DenseMatrix& matrix, const Tensor& numbers, const Tenso
 void take_new(AttentionCall& call, const Tensor& slots, const Tensor& positions, const Tensor& key,
               const Tensor& value, const MaybeTensor& compressed) {
   take_tokens(call, key.size(1), slots, positions);
-  require(compressed.has_value() == (call.compressed.ratio > 0), "compressed keys where there are some");
+  require(compressed.has_value() == (call.compressed.ratio > 0),
+          "compressed keys if, and only if, the layer has some");
   call.type = key.value_type("key");
   call.new_key = token_view(key, "key", call.type, call.num_kv_heads, call.num_tokens,
                             call.layout.key_dim);
@@ -95,13 +96,16 @@ void take_query(AttentionCall& call, const Tensor& slots, const Tensor& position
   call.num_selected = selected ? selected->size(-1) : 0;
   call.selected = nullptr;
   if (selected) {
-    require(!call.is_joint || call.compressed.ratio > 0, "nothing selected of a window");
-    require(call.num_selected > 0, "one selected position or more");
-    require(call.selected_heads == 1 || call.compressed.ratio == 0, "compressed keys for all heads");
+    require(!call.is_joint || call.compressed.ratio > 0,
+            "no selection from a layer that has only a window");
+    require(call.num_selected > 0, "at least one selected position");
+    require(call.selected_heads == 1 || call.compressed.ratio == 0,
+            "one selection of compressed keys for all heads");
     call.selected = selected->dense<const std::int32_t>(
         "selected", call.num_tokens * call.selected_heads * call.num_selected);
   }
-  require(bias_states.has_value() == (call.bias.dim > 0), "states where there is a bias by distance");
+  require(bias_states.has_value() == (call.bias.dim > 0),
+          "states if, and only if, the layer has a bias by distance");
   if (bias_states)
     call.bias.states = token_view(*bias_states, "bias_states", type, call.num_heads, call.num_tokens,
                                   call.bias.dim);

@@ -77,10 +77,11 @@ std::vector<StepPolicy::KnownLoad> known_loads(std::vector<KnownTuple> known,
   for (auto& [layer, experts, tokens] : known) {
     require(layer >= 0 && layer < num_layers && (found.empty() || found.back().layer < layer),
             "layers in their order");
-    require(experts.size() == tokens.size(), "tokens of each expert that is known");
+    require(experts.size() == tokens.size(), "a token count for each known expert");
     for (const std::int32_t expert : experts)
-      require(expert >= 0 && expert < num_experts, "experts that exist");
-    for (const std::int32_t count : tokens) require(count > 0, "at least a token of each expert");
+      require(expert >= 0 && expert < num_experts, "experts of the layer");
+    for (const std::int32_t count : tokens)
+      require(count > 0, "at least one token for each expert");
     found.push_back({layer, {std::move(experts), std::move(tokens)}});
   }
   return found;
@@ -104,9 +105,9 @@ void make_policy(StepPolicy* self, const Costs& costs, std::int64_t max_fetches,
 nb::tuple decide(StepPolicy& self, std::int32_t layer, const Ids& experts, const Ids& tokens,
                  double now, const Ids& guessed, const Ids& guessed_tokens,
                  const nb::bytes& places) {
-  require(guessed.size() == guessed_tokens.size(), "tokens of each expert that is guessed");
+  require(guessed.size() == guessed_tokens.size(), "a token count for each predicted expert");
   for (const std::int32_t expert : guessed)
-    require(expert >= 0 && expert < self.resident().num_experts, "experts that exist");
+    require(expert >= 0 && expert < self.resident().num_experts, "experts of the layer");
   const StepCopies copies = self.decide(layer, {experts, tokens}, {guessed, guessed_tokens}, now,
                                         places_of(places, experts.size()));
   std::vector<SlotCopy> fetch;
@@ -154,7 +155,7 @@ void bind_policy(nb::module_& m) {
       .def("copy_finished", &StepPolicy::copy_finished)
       .def("learn", &StepPolicy::learn)
       .def("warm_up", [](StepPolicy& self, std::int32_t layer) {
-        require(layer >= 0, "a layer");
+        require(layer >= 0, "a layer from 0 on");
         self.warm_up(layer);
       });
 }

@@ -87,7 +87,7 @@ class StepCoordinator {
     for (const RoutedLayer& layer : layers_)
       require(layer.expert_bytes <= slot_bytes && layer.num_experts <= entries.size(1),
               "slots and entries for all experts");
-    for (const std::uintptr_t slot : slots) require(slot != 0, "addresses of slots");
+    for (const std::uintptr_t slot : slots) require(slot != 0, "slot addresses other than 0");
     get().set_decisions(nullptr);
     {
       const nanobind::gil_scoped_release release;
@@ -133,7 +133,7 @@ class StepCoordinator {
           slot < 0 || slot >= num_slots_ || victim >= num_experts_)
         throw std::invalid_argument("a copy of expert " + std::to_string(expert) + " of layer " +
                                     std::to_string(layer) + " into slot " + std::to_string(slot) +
-                                    ", expected ones that exist");
+                                    ", expected an existing expert, layer and slot");
       found.push_back({layer, expert, slot, victim});
     }
     copying().submit(found);

@@ -72,7 +72,8 @@ void bind_tables(nb::module_& m) {
              require_experts(experts, self.num_experts());
              require_experts(above, self.num_experts());
              if (loaded.empty() || loaded.size() != tokens.size() || divisor < 1)
-               throw std::invalid_argument("expected a token count for each of some experts");
+               throw std::invalid_argument(
+                   "expected at least one expert, and a token count for each");
              self.note(loaded, tokens, divisor, experts, above);
            })
       .def("learn", &NextUseTable::learn)
@@ -181,10 +182,11 @@ nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu
   const Buffer score_by_expert(scores);
   require_experts(experts,
                   static_cast<std::int32_t>(score_by_expert.size() / sizeof(std::uint32_t)));
-  require(rule >= 0 && rule < kNumAssignments, "one of four rules");
+  require(rule >= 0 && rule < kNumAssignments, "an assignment rule from 0 to 3");
   require(tokens.size() == experts.size() && states.size() == experts.size(),
-          "tokens and a state for each expert");
-  require(coming.empty() || coming.size() == experts.size(), "no time or one for each expert");
+          "a token count and a state for each expert");
+  require(coming.empty() || coming.size() == experts.size(),
+          "no arrival times, or one for each expert");
   LayerProblem problem{};
   pose(costs, tokens, problem);
   problem.link_busy = link_busy;
@@ -192,7 +194,7 @@ nb::tuple split_layer(const Costs& costs, int rule, bool is_never_worse_than_cpu
   problem.places = places_of(places, experts.size());
   for (std::size_t i = 0; i < experts.size(); ++i) {
     const auto state = static_cast<std::uint8_t>(states.c_str()[i]);
-    require(state != kCopying || !coming.empty(), "a time for each copy under way");
+    require(state != kCopying || !coming.empty(), "an arrival time for each copy in progress");
     problem.wait.push_back(state == kEmpty ? -1.0 : state == kReady ? 0.0 : coming[i]);
     problem.scores.push_back(score_by_expert.data<std::uint32_t>()[experts[i]]);
   }
@@ -270,7 +272,7 @@ nb::tuple over_residents_of(RegressionPredictor& predictor, const Costs& costs, 
   require_experts(members, predictor.num_experts());
   require_experts(expected, predictor.num_experts());
   const auto forecast = predictor.forecast(layer);
-  require(forecast.has_value(), "a layer of which something is expected");
+  require(forecast.has_value(), "a layer with a forecast");
   CopyChances recurrence{chances};
   const Ids nobody;
   Admitted found = over_residents(*forecast, costs, {0, price},
@@ -287,7 +289,7 @@ nb::tuple known_ahead(const Costs& costs, double price, Ids experts, Ids tokens,
                       bool in_graph) {
   const Buffer state_by_expert(states);
   require_experts(experts, static_cast<std::int32_t>(state_by_expert.size()));
-  require(tokens.size() == experts.size(), "tokens for each expert");
+  require(tokens.size() == experts.size(), "a token count for each expert");
   const Load load{std::move(experts), std::move(tokens)};
   const ComingLayer coming{
       0, state_by_expert.data<std::uint8_t>(), late, begin, needed_at, room, in_graph};

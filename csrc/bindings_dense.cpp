@@ -29,7 +29,7 @@ DenseMatrix make_matrix(int number, std::int64_t group, std::int64_t rows, std::
   require(rows > 0 && rows <= kMostSide && in_features > 0 && in_features <= cols,
           "1 to 2^28 rows, and as many inputs as columns or fewer");
   const std::int64_t blocks = blocks_of(rows), scale = scale_bytes(format, cols, group);
-  require((scale > 0) == scales.has_value(), "scales, where the format has some");
+  require((scale > 0) == scales.has_value(), "scales if, and only if, the format has some");
   return {{format, blocks, cols, group, data.memory("data", blocks * code_bytes(format, cols)),
            scales ? scales->memory("scales", blocks * scale) : nullptr,
            dense_or_null<const float>(bias, "bias", blocks * kBlockRows)},
@@ -81,7 +81,7 @@ struct Blocks {
         bytes(span_of(x)) {
     std::int64_t inner = 1;
     for (int dim = x.dims() - 1; dim > 0 && inner > 0; inner *= x.size(dim--))
-      if (x.size(dim) > 1 && x.stride(dim) != inner) x.refuse(name, "blocks without gaps");
+      if (x.size(dim) > 1 && x.stride(dim) != inner) x.refuse(name, "contiguous blocks");
     if (x.size(0) != count || x.element() == Element::kOther)
       x.refuse(name, std::to_string(count) + " blocks of codes or scales");
   }
@@ -157,7 +157,7 @@ Rearrangement blocks_work(const PackedPlace& place, const BlockRows& source) {
   RearrangementBytes bytes{};
   Rearrangement work = placed(place, bytes);
   work.kind = static_cast<BlockKind>(kind);
-  require(work.kind != BlockKind::kFields, "a kind of blocks");
+  require(work.kind != BlockKind::kFields, "a kind of blocks other than fields");
   bytes.source = rows.count();
   bytes.order = 8 * work.rows;
   bytes.table = table ? table->count() : 0;
@@ -175,7 +175,7 @@ Rearrangement fields_work(const PackedPlace& place, const FieldRows& source) {
   const std::int64_t size = words.element_bytes();
   words.require_dims("words", 2);
   if (size != 4 && (size != 1 || (words.size(1) > 1 && words.stride(1) != 1)))
-    words.refuse("words", "words of 32 bits, or bytes side by side");
+    words.refuse("words", "32-bit words or contiguous bytes");
   bytes.source = span_of(words);
   work.source = static_cast<const std::uint8_t*>(words.data("words"));
   work.fields = {words.stride(0) * size, size == 4 ? words.stride(1) * size : 4,
@@ -211,7 +211,8 @@ void init_attention(AttentionCall* self, int cache_type, std::int64_t num_heads,
                     std::int64_t num_kv_heads, std::int64_t key_dim, std::int64_t value_dim,
                     float scale, float softcap, std::int64_t window, const MaybeTensor& sinks,
                     bool is_joint) {
-  require(cache_type >= 0 && cache_type <= static_cast<int>(KvType::kInt8), "a type of a KV cache");
+  require(cache_type >= 0 && cache_type <= static_cast<int>(KvType::kInt8),
+          "a known type of a KV cache");
   constexpr std::int64_t kMost = 1 << 20;
   require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0 && key_dim > 0 &&
               value_dim > 0 && num_heads <= kMost && key_dim <= kMost && value_dim <= kMost,
@@ -248,7 +249,8 @@ void set_cache(AttentionCall& call, const Tensor& keys, const Tensor& values) {
 // value.
 void set_compressed(AttentionCall& call, const Tensor& keys, std::int64_t ratio) {
   keys.require_dims("keys", 3);
-  require(ratio >= 1 && call.is_joint, "compressed keys beside keys that are values, too");
+  require(ratio >= 1 && call.is_joint,
+          "a layer with joint keys, and at least one token per compressed key");
   const std::int64_t slots = keys.size(0), capacity = keys.size(1);
   call.compressed = {};
   call.compressed.keys = keys.memory("keys", slots * capacity * call.layout.joint_bytes(), true);
@@ -259,7 +261,7 @@ void set_compressed(AttentionCall& call, const Tensor& keys, std::int64_t ratio)
 
 // `counts` (slots,) int64: how many of a slot's first positions tokens see besides their window.
 void set_always_seen(AttentionCall& call, const Tensor& counts) {
-  require(!call.is_joint, "a window alone where keys are values, too");
+  require(!call.is_joint, "a layer without joint keys");
   call.num_always_seen = counts.count();
   call.always_seen = counts.dense<const std::int64_t>("counts", call.num_always_seen);
 }
@@ -273,16 +275,16 @@ void set_selection(AttentionCall& call, std::int64_t block, bool by_head) {
 
 // Tokens see only their own chunk of this many positions.
 void set_chunk(AttentionCall& call, std::int64_t chunk) {
-  require(chunk >= 1, "one position or more in a chunk");
+  require(chunk >= 1, "at least one position per chunk");
   call.chunk = chunk;
 }
 
 // Profiles (dim, extent and a margin on both sides) of a bias by distance, see `DistanceBias`.
 void set_bias(AttentionCall& call, const Tensor& profiles) {
-  require(!call.is_joint, "no bias where keys are values, too");
+  require(!call.is_joint, "a layer without joint keys");
   profiles.require_dims("profiles", 2);
   call.bias = {{}, nullptr, profiles.size(0), profiles.size(1) - 2 * DistanceBias::kMargin};
-  require(call.bias.dim > 0 && call.bias.extent > 0, "one distance or more between the margins");
+  require(call.bias.dim > 0 && call.bias.extent > 0, "at least one distance between the margins");
   call.bias.profiles = profiles.dense<const float>("profiles", call.bias.dim * call.bias.width());
 }
 
@@ -338,7 +340,7 @@ void init_routed(RoutedLayer* self, const ExpertLayout& layout, int activation, 
       static_cast<const std::uint8_t*>(experts.strided("experts", Element::kByte, {-1, -1}));
   const std::int64_t bytes = experts.size(1), stride = experts.stride(0);
   if (experts.stride(1) != 1 || (experts.size(0) > 1 && stride < bytes))
-    experts.refuse("experts", "experts one after the other, each side by side");
+    experts.refuse("experts", "contiguous experts that do not overlap");
   require(slots == nullptr || slots->has(number, experts.size(0)), "a layer of these slots");
   require_layout(layout, bytes);
   new (self) RoutedLayer{layout, activation_spec(layout, activation, alpha, limit, offset),
@@ -396,7 +398,7 @@ void bind_sampling(nb::module_& m) {
         const std::int64_t vocabulary = logits.count(), num_seen = seen ? seen->count() : 0;
         const ValueType type = logits.value_type("logits");
         const auto* ids = dense_or_null<const std::int64_t>(seen, "seen", num_seen);
-        require(vocabulary > 0, "a score or more");
+        require(vocabulary > 0, "at least one score");
         const TokenScores scores{type, logits.values("logits", type, vocabulary), vocabulary, ids,
                                  num_seen};
         const nb::gil_scoped_release release;

@@ -42,12 +42,14 @@ void init_layer(Layer* self, std::string path, std::int64_t first, std::int64_t 
           "experts one after the other in a file");
   require(layer.sums.empty() || layer.sums.size() == static_cast<std::size_t>(num_experts),
           "a checksum for each expert, or none");
-  require(table == nullptr || table->num_experts() >= num_experts, "a table of as many experts");
+  require(table == nullptr || table->num_experts() >= num_experts,
+          "a table with an entry for each expert");
   memory.require_dims("memory", 2);
-  require(memory.size(1) == layer.slot_bytes(), "slots of the size that slot_bytes gives");
+  require(memory.size(1) == layer.slot_bytes(), "slots of slot_bytes bytes");
   layer.num_slots = memory.size(0);
   layer.memory = memory.dense<std::uint8_t>("memory", layer.num_slots * layer.slot_bytes());
-  require(reinterpret_cast<std::uintptr_t>(layer.memory) % kDiskPage == 0, "memory of whole pages");
+  require(reinterpret_cast<std::uintptr_t>(layer.memory) % kDiskPage == 0,
+          "memory that begins at a page");
   new (self) Layer(std::move(layer));
 }
 
@@ -61,16 +63,17 @@ void init_slots(HostSlots* self, const std::vector<Layer>& layers, const Tensor&
   require(!layers.empty() && num_held >= 0 && transit.size(0) > num_held,
           "a layer and a transit slot or more");
   for (const Layer& layer : layers) {
-    require(layer.slot_bytes() <= transit.size(1), "transit slots of the largest layer's size");
+    require(layer.slot_bytes() <= transit.size(1),
+            "transit slots of at least the largest layer's slot size");
     // A table also reads the experts of the layer above.
     for (const Layer& other : layers)
       require(layer.table == nullptr || layer.table->num_experts() >= other.num_experts,
               "tables of as many experts as the largest layer has");
   }
   auto* memory = transit.dense<std::uint8_t>("transit", transit.size(0) * transit.size(1));
-  require(reinterpret_cast<std::uintptr_t>(memory) % kDiskPage == 0 &&
-              transit.size(1) % kDiskPage == 0,
-          "memory of whole pages");
+  require(
+      reinterpret_cast<std::uintptr_t>(memory) % kDiskPage == 0 && transit.size(1) % kDiskPage == 0,
+      "memory that begins at a page");
   new (self) HostSlots(layers, {memory, transit.size(0) - num_held, transit.size(1), num_held,
                                 num_readers, piece_bytes, patience});
 }
@@ -85,7 +88,7 @@ std::optional<HeldExpert> hold(HostSlots& slots, std::int32_t layer, std::int32_
 }
 
 const HeldExpert& require_held(const HeldExpert& held) {
-  require(static_cast<bool>(held), "an expert that has not been let go");
+  require(static_cast<bool>(held), "an expert that is still held");
   return held;
 }
 
@@ -113,7 +116,7 @@ void init_tables(RowTables* self,
 }
 
 void read_rows(RowTables& self, std::size_t table, const Tensor& rows, const Tensor& out) {
-  require(table < self.num_tables(), "one of these tables");
+  require(table < self.num_tables(), "an existing table");
   const auto* numbers = rows.dense<const std::int64_t>("rows", rows.count());
   auto* to = out.memory("out", rows.count() * self.row_bytes(table), true);
   const nb::gil_scoped_release release;

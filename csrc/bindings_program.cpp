@@ -45,11 +45,13 @@ void add_norm(Program& program, float eps, int rounding, const Tensor& x,
   require(gate_kind >= 0 && gate_kind <= static_cast<int>(GateKind::kSigmoidAfter) &&
               (gate_kind != 0) == gate.has_value(),
           "a gate where there is a kind of gate");
-  require(rounding >= 0 && rounding <= static_cast<int>(NormRounding::kFactor), "a kind of rounding");
-  require(rows.count % weight_rows == 0, "a weight for each row");
+  require(rounding >= 0 && rounding <= static_cast<int>(NormRounding::kFactor),
+          "a known kind of rounding");
+  require(rows.count % weight_rows == 0, "a multiple of the weight's rows");
   EvenRows gates{};
   if (gate) gates = even_rows(*gate, "gate", type);
-  if (gate && (gates.count != rows.count || gate->size(-1) != cols)) gate->refuse("gate", "the sizes of x");
+  if (gate && (gates.count != rows.count || gate->size(-1) != cols))
+    gate->refuse("gate", "the shape of x");
   program.add(RmsNorm{rows.count, cols, eps, static_cast<NormRounding>(rounding), type, rows.data, rows.stride,
                       dense_or_null<const float>(weight, "weight", weight_rows * cols), weight_rows,
                       static_cast<GateKind>(gate_kind), gates.data, gates.stride,
@@ -62,7 +64,8 @@ void add_rotary(Program& program, const Tensor& x, const Tensor& cos, const Tens
   const ValueType type = x.value_type("x");
   const HeadView heads = heads_of(x, "x", type, -1, -1, -1);
   const std::int64_t tokens = x.size(0), turned = cos.size(-1);
-  require(turned <= x.size(2) && turned % 2 == 0, "as many angles as a head has values, or fewer");
+  require(turned <= x.size(2) && turned % 2 == 0,
+          "an even number of angles, at most the head size");
   program.add(Rotary{tokens, x.size(1), x.size(2), turned, type, heads.data, heads.token_stride,
                      heads.head_stride, cos.values("cos", type, tokens * turned),
                      sin.values("sin", type, tokens * turned),
@@ -74,7 +77,8 @@ void add_rotary_pairs(Program& program, const Tensor& x, const Tensor& turns, co
   const ValueType type = x.value_type("x");
   const HeadView heads = heads_of(x, "x", type, -1, -1, -1);
   const std::int64_t tokens = x.size(0), turned = tokens > 0 ? turns.count() / tokens : x.size(2);
-  if (turned < 2 || turned % 2 != 0 || turned > x.size(2)) turns.refuse("turns", "pairs of a head for each token");
+  if (turned < 2 || turned % 2 != 0 || turned > x.size(2))
+    turns.refuse("turns", "an even number of values for each token, at most the head size");
   program.add(RotaryPairs{tokens, x.size(1), x.size(2), turned, type, heads.data, heads.token_stride,
                           heads.head_stride, turns.dense<const float>("turns", tokens * turned),
                           out.values("out", type, x.count(), true)});
@@ -84,7 +88,7 @@ void add_choice(Program& program, std::int64_t top_k, bool is_normalised, float 
                 const Tensor& logits, const Tensor& weights, const Tensor& index) {
   logits.require_dims("logits", 2);
   const std::int64_t tokens = logits.size(0), experts = logits.size(1);
-  require(top_k >= 0 && top_k <= experts, "as many experts as are chosen");
+  require(top_k >= 0 && top_k <= experts, "a top_k of at most the number of experts");
   const ValueType type = logits.value_type("logits"), weight_type = weights.value_type("weights");
   program.add(Choice{tokens, experts, top_k, is_normalised, scale, type,
                      logits.values("logits", type, tokens * experts), weight_type,
@@ -147,7 +151,9 @@ std::int64_t add_experts(Program& program, const RoutedLayer& layer, const Tenso
   return program.add(layer, routed_call(layer, hidden, index, weights, out));
 }
 
-void require_log(const DraftLog& log) { require(log.kept != nullptr, "a layer that keeps drafts"); }
+void require_log(const DraftLog& log) {
+  require(log.kept != nullptr, "a layer with a log of drafts");
+}
 
 StateTokens state_tokens(std::int64_t count, const Tensor& slots, const Tensor& positions,
                          bool have_drafts) {
@@ -163,7 +169,7 @@ void add_convolution(Program& program, const ShortConvolution& layer, const Tens
   call.tokens = state_tokens(tokens, slots, positions, have_drafts);
   call.type = x.value_type("x");
   call.input = x.strided("x", call.type, {tokens, layer.channels});
-  if (x.size(1) > 1 && x.stride(1) != 1) x.refuse("x", "channels side by side");
+  if (x.size(1) > 1 && x.stride(1) != 1) x.refuse("x", "contiguous channels");
   call.token_stride = x.stride(0);
   call.out = out.values("out", call.type, tokens * layer.channels, true);
   require_log(call.log);
@@ -196,7 +202,7 @@ void add_recurrence(Program& program, const Recurrence& layer, const Tensor& slo
 const void* rows_of(const Tensor& x, const char* name, ValueType type, std::int64_t tokens,
                     std::int64_t width) {
   const void* rows = x.strided(name, type, {tokens, width});
-  if (x.size(1) > 1 && x.stride(1) != 1) x.refuse(name, "the values of a token side by side");
+  if (x.size(1) > 1 && x.stride(1) != 1) x.refuse(name, "contiguous values for each token");
   return rows;
 }
 
@@ -256,7 +262,7 @@ void add_mix_out(Program& program, const Tensor& y, const Tensor& weights, const
   call.num_streams = streams.size(-2);
   call.dim = streams.size(-1);
   const std::int64_t n = call.num_streams;
-  require(n >= 1 && n <= kMostStreams && call.dim >= 1, "1 to 16 streams of one value or more");
+  require(n >= 1 && n <= kMostStreams && call.dim >= 1, "1 to 16 streams of at least one value");
   call.num_tokens = streams.count() / (n * call.dim);
   call.type = streams.value_type("streams");
   call.y = y.values("y", call.type, call.num_tokens * call.dim);
@@ -304,7 +310,7 @@ void init_compression(WindowCompression* self, std::int64_t num_series, const Te
   layer.bias = bias.dense<const float>("bias", ratio * width);
   layer.num_slots = states.size(0);
   layer.num_kept = states.size(1);
-  require(layer.num_kept >= layer.span(), "room for the tokens that a key is made of");
+  require(layer.num_kept >= layer.span(), "room for all tokens of a window");
   layer.states = states.dense<float>("states", layer.num_slots * layer.num_kept * 2 * width);
   new (self) WindowCompression(layer);
 }
@@ -328,7 +334,8 @@ void init_recurrence(Recurrence* self, std::int64_t num_heads, std::int64_t num_
   layer.is_delta = is_delta;
   layer.is_normalised = is_normalised;
   layer.scale = scale;
-  require((layer.decay_kind == DecayKind::kByPair) == factor.has_value(), "factors of decays by pair");
+  require((layer.decay_kind == DecayKind::kByPair) == factor.has_value(),
+          "factors if, and only if, decays are by pair");
   const std::int64_t padded = layer.blocks() * kStateBlock * key_dim, slots = states.size(0);
   layer.factor = dense_or_null<const float>(factor, "factor", padded);
   layer.skip = dense_or_null<const float>(skip, "skip", num_heads * value_dim);

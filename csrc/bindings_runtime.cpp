@@ -41,9 +41,9 @@ class StartedBatch {
     auto* rows = out.dense<float>("out", num_rows * size);
     const auto* tokens = row_token.dense<const std::int32_t>("row_token", all_tokens);
     if (begin_.size() != experts.size() + 1 || begin_.front() < 0 || begin_.back() > num_rows)
-      throw std::invalid_argument("begin has " + std::to_string(begin_.size()) + " rows for " +
+      throw std::invalid_argument("begin has " + std::to_string(begin_.size()) + " entries for " +
                                   std::to_string(experts.size()) +
-                                  " experts, expected one more, and all of them from 0 to " +
+                                  " experts, expected one more than experts, each from 0 to " +
                                   std::to_string(num_rows));
     addresses_.reserve(experts.size());
     for (const std::uintptr_t expert : experts) {

@@ -146,8 +146,8 @@ bool Tensor::has_gaps() const {
 }
 
 void Tensor::require_host(const char* name, bool is_written) const {
-  if (!is_on_host_) refuse(name, "one in the host's memory");
-  if (is_written && is_read_only_) refuse(name, "one that may be written");
+  if (!is_on_host_) refuse(name, "one in host memory");
+  if (is_written && is_read_only_) refuse(name, "a writable one");
 }
 
 void Tensor::require_dims(const char* name, int dims) const {
@@ -157,15 +157,15 @@ void Tensor::require_dims(const char* name, int dims) const {
 void* Tensor::values(const char* name, Element element, std::int64_t count, bool is_written) const {
   require_host(name, is_written);
   if (element_ != element || this->count() != count || has_gaps())
-    refuse(name, std::to_string(count) + " values of " + kNames[static_cast<int>(element)] +
-                     " side by side");
+    refuse(name,
+           std::to_string(count) + " contiguous values of " + kNames[static_cast<int>(element)]);
   return data_;
 }
 
 std::uint8_t* Tensor::memory(const char* name, std::int64_t bytes, bool is_written) const {
   require_host(name, is_written);
   if (count() * element_bytes_ != bytes || has_gaps())
-    refuse(name, std::to_string(bytes) + " bytes side by side");
+    refuse(name, std::to_string(bytes) + " contiguous bytes");
   return data_;
 }
 
@@ -203,7 +203,7 @@ std::string Tensor::described() const {
   for (int i = 0; i < dims_; ++i) text += (i ? ", " : "") + std::to_string(sizes_[i]);
   text += std::string(") of ") + kNames[static_cast<int>(element_)];
   if (!is_on_host_) return text + " on a device";
-  return text + (is_read_only_ ? " to be read" : has_gaps() ? " with gaps" : "");
+  return text + (is_read_only_ ? ", read-only" : has_gaps() ? " with gaps" : "");
 }
 
 void Tensor::refuse(const char* name, const std::string& expected) const {
@@ -214,7 +214,7 @@ void Tensor::refuse(const char* name, const std::string& expected) const {
 HeadView heads_of(const Tensor& x, const char* name, ValueType type, std::int64_t tokens,
                   std::int64_t heads, std::int64_t dim) {
   const void* data = x.strided(name, type, {tokens, heads, dim});
-  if (x.size(2) > 1 && x.stride(2) != 1) x.refuse(name, "heads whose values lie side by side");
+  if (x.size(2) > 1 && x.stride(2) != 1) x.refuse(name, "contiguous values for each head");
   return {data, x.stride(0), x.stride(1)};
 }
 

@@ -63,21 +63,22 @@ void* written(const Tensor& out, std::int64_t count) {
 
 void add_elementwise(Program& program, int kind, const Tensor& out, nb::handle a, nb::handle b,
                      nb::handle c) {
-  require(kind >= 0 && kind <= static_cast<int>(ElementwiseKind::kClamp), "an operation that there is");
+  require(kind >= 0 && kind <= static_cast<int>(ElementwiseKind::kClamp), "a known operation");
   const Target to = target(out, "out");
   const Four sizes = sizes_of(out, "out");
   const Elementwise call{static_cast<ElementwiseKind>(kind), sizes, given(a, "a", sizes),
                          given(b, "b", sizes), given(c, "c", sizes), to};
   const int operands = 1 + !b.is_none() + !c.is_none();
-  require(!a.is_none() && operands == num_operands(call.kind), "as many operands as the operation has");
+  require(!a.is_none() && operands == num_operands(call.kind),
+          "as many operands as the operation takes");
   program.add(call);
 }
 
 void add_reduction(Program& program, int kind, const Tensor& x, const Tensor& out,
                    const MaybeTensor& index) {
-  require(kind >= 0 && kind <= static_cast<int>(ReductionKind::kLength), "an operation that there is");
+  require(kind >= 0 && kind <= static_cast<int>(ReductionKind::kLength), "a known operation");
   const Four sizes = sizes_of(x, "x");
-  require(sizes[3] > 0, "values to be reduced");
+  require(sizes[3] > 0, "at least one value to reduce");
   const std::int64_t rows = product(sizes, 0, 2);
   program.add(Reduction{static_cast<ReductionKind>(kind), sizes, operand(x, "x", sizes),
                         out.element_type("out"), written(out, rows),
@@ -103,7 +104,7 @@ void add_layer_norm(Program& program, const Tensor& x, float eps, const MaybeTen
 void add_greatest(Program& program, const Tensor& x, const Tensor& out, const Tensor& index) {
   const Four sizes = sizes_of(x, "x");
   const std::int64_t rows = product(sizes, 0, 2), top_k = out.size(-1);
-  require(top_k <= sizes[3], "as many values as are chosen");
+  require(top_k <= sizes[3], "a top_k of at most the number of values");
   program.add(Greatest{sizes, operand(x, "x", sizes), top_k, out.element_type("out"),
                        written(out, rows * top_k),
                        index.dense<std::int64_t>("index", rows * top_k)});
@@ -116,12 +117,13 @@ std::pair<DimIndex, Four> dim_index(const Tensor& x, const char* name, int dim,
   sizes_of(x, name);
   const Four sizes = sizes_of(index, "index");
   if (index.element() != Element::kInt64 || index.dims() != x.dims() || dim < 0 || dim >= x.dims())
-    index.refuse("index", "int64 of as many dimensions as " + std::string(name));
+    index.refuse("index", "int64 with as many dimensions as " + std::string(name));
   const int along = 4 - x.dims() + dim;
   Four strides = in_four(x, true);
   const Four own = in_four(x, false);
   for (int i = 0; i < 4; ++i)
-    if (i != along && sizes[i] > own[i]) index.refuse("index", "sizes up to those of " + std::string(name));
+    if (i != along && sizes[i] > own[i])
+      index.refuse("index", "no size greater than that of " + std::string(name));
   const std::int64_t stride = strides[along];
   strides[along] = 0;
   return {{static_cast<const std::int64_t*>(index.data("index")),
@@ -136,7 +138,8 @@ void add_lookup(Program& program, const Tensor& x, int dim, const Tensor& index,
   const Four sizes = sizes_of(index, "index");
   Operand read = operand(x, "x", sizes, 4);
   const bool is_whole = out.element() == Element::kInt64;
-  if (is_whole != (x.element() == Element::kInt64)) x.refuse("x", "whole numbers where out has some");
+  if (is_whole != (x.element() == Element::kInt64))
+    x.refuse("x", "integers if, and only if, out has integers");
   read.strides = strides;
   program.add(Lookup{sizes, read, where, out.element_type("out"), written(out, product(sizes))});
 }
@@ -147,7 +150,7 @@ void add_scatter(Program& program, nb::handle x, int dim, const Tensor& index, c
   const auto [where, strides] = dim_index(out, "out", dim, index);
   to.strides = strides;
   const Four sizes = sizes_of(index, "index");
-  require(!x.is_none(), "what is written");
+  require(!x.is_none(), "a tensor to write");
   program.add(Scatter{sizes, given(x, "x", sizes), where, to});
 }
 
@@ -195,7 +198,7 @@ void bind_index_keys(nb::module_& m) {
       .def("__init__", [](IndexLayer* layer) { new (layer) IndexLayer{}; })
       .def("set_keys", [](IndexLayer& layer, const Tensor& keys, std::int64_t ratio) {
         keys.require_dims("keys", 3);
-        require(ratio >= 1, "a key for one token or more");
+        require(ratio >= 1, "at least one token per key");
         const ValueType type = keys.value_type("keys");
         layer = {type, keys.values("keys", type, keys.count(), true), keys.size(1), keys.size(2),
                  keys.size(0), ratio};

@@ -36,7 +36,7 @@ class BoundTwin {
   TwinCall call_of(const TwinTuple& call) const {
     const auto& [layer, hidden, index, weights, out] = call;
     const std::int64_t tokens = hidden.size(0);
-    require(layer >= 0 && layer < static_cast<std::int64_t>(layers_.size()), "a layer that exists");
+    require(layer >= 0 && layer < static_cast<std::int64_t>(layers_.size()), "an existing layer");
     const auto& own = layers_[static_cast<std::size_t>(layer)];
     const RoutedCall found = routed_call(own, hidden, index, weights, out);
     require(found.type == box_.type && found.top_k == box_.top_k && tokens <= box_.num_rows &&

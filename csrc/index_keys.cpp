@@ -73,7 +73,7 @@ void IndexEngine::run(const IndexSelection& call) {
         call.num_keys(t) > call.layer->capacity)
       throw std::invalid_argument("an index key is at position " + std::to_string(at) +
                                   " of slot " + std::to_string(slot) +
-                                  ", expected one that the layer has");
+                                  ", expected a slot and a position of the layer");
     load_queries(call, t, queries_.data() + t * dim * padded, weights_.data() + t * padded);
     const std::int64_t choices = call.num_choices(t), count = choices <= call.most ? 0 : choices;
     begin_.push_back(begin_.back() + count * (call.block > 0 ? padded : 1));

@@ -51,8 +51,9 @@ void RecurrentEngine::cut_into_segments(const StateTokens& tokens, std::int64_t 
   const std::int64_t most = tokens.have_drafts ? 1 + kMostDrafted : INT64_MAX;
   for (const StateSegment& segment : segments_)
     if (segment.num_again < 0 || segment.num_again > kMostDrafted || segment.count > most)
-      throw std::invalid_argument("a slot has " + std::to_string(segment.num_again) + " drafts and " +
-                                  std::to_string(segment.count) + " new tokens, expected up to 7");
+      throw std::invalid_argument("a slot has " + std::to_string(segment.num_again) +
+                                  " logged drafts and " + std::to_string(segment.count) +
+                                  " new tokens, expected at most 7 drafts");
   if (tokens.have_drafts) return;
   for (StateSegment& segment : segments_) segment.num_certain = segment.count;
 }

@@ -42,7 +42,7 @@ void require_projection(const char* name, const ProjectionLayout& projection, In
   require(projection.cols >= inputs, std::string("the columns of ") + name, projection.cols,
           "at least its inputs, " + std::to_string(inputs));
   for (const Index at : {projection.data, projection.scales, std::max<Index>(projection.bias, 0)})
-    require(at % 4 == 0, std::string("a part of ") + name + " lies where it", at, "a multiple of 4");
+    require(at % 4 == 0, std::string("the offset of a part of ") + name, at, "a multiple of 4");
   const Index blocks = blocks_of(rows);
   require_part(name, projection.data, blocks * code_bytes(format, projection.cols), expert_bytes);
   const Index scales = blocks * scale_bytes(format, projection.cols, projection.group);
@@ -75,7 +75,7 @@ void require_numbers(const char* name, const Rearrangement& work, const Numbers&
                                                          : 2;
   const ScaleKind kind = encoding(work.format).scale;
   require((size == 1) == (bytes_of(kind) == 1), std::string("the type of ") + name, size,
-          "one that the format's scales can be");
+          "a type of the format's scales");
   const Index lanes = kind == ScaleKind::kFp32OfBlock ? 1 : kBlockRows;
   Index last_row = 0;  // of those that blocks read
   for (const Index block : {Index{0}, blocks_of(work.rows) - 1}) {
@@ -97,8 +97,10 @@ void require_fields(const Rearrangement& work, const RearrangementBytes& bytes) 
   const Encoding& e = encoding(work.format);
   require((e.bits == 4 || e.bits == 8) && !has_supers(work.format), "the format",
           static_cast<Index>(work.format), "one of whole nibbles or bytes without super-blocks");
-  require(work.order == nullptr && work.table == nullptr, "a table or an order of fields", 1, "none");
-  require(work.cols % (32 / e.bits) == 0, "columns", work.cols, "those of whole words");
+  require(work.order == nullptr && work.table == nullptr,
+          "the number of tables and orders for fields", 1, "0");
+  require(work.cols % (32 / e.bits) == 0, "columns", work.cols,
+          "a multiple of " + std::to_string(32 / e.bits));
   require(f.repeats > 0 && f.scale_rows > 0, "repeats or rows of a scale",
           std::min(f.repeats, f.scale_rows), "at least 1");
   if (f.places != 0) {
@@ -118,9 +120,9 @@ void require_fields(const Rearrangement& work, const RearrangementBytes& bytes) 
 
 void require_blocks(const Rearrangement& work, const RearrangementBytes& bytes) {
   const BlockReader reader = block_reader(work.kind);
-  require(reader.bytes > 0, "the kind of blocks", static_cast<Index>(work.kind), "one that is read");
+  require(reader.bytes > 0, "the kind of blocks", static_cast<Index>(work.kind), "a known one");
   require(can_hold(work.format, reader), "the format", static_cast<Index>(work.format),
-          "one that holds such blocks");
+          "one that can hold such blocks");
   require(work.cols % reader.cols == 0, "columns", work.cols,
           "whole blocks of " + std::to_string(reader.cols));
   const Index row_bytes = work.cols / reader.cols * reader.bytes;
@@ -134,7 +136,7 @@ void require_blocks(const Rearrangement& work, const RearrangementBytes& bytes) 
   }
   require_part("source", 0, rows * row_bytes, bytes.source);
   const bool has_lines = std::holds_alternative<ReadBlock<Lines>>(reader.read);
-  require(!has_lines || work.table == nullptr, "a table of lines", 1, "none");
+  require(!has_lines || work.table == nullptr, "the number of tables for lines", 1, "0");
   if (work.table != nullptr) require_part("table", 0, 256, bytes.table);
 }
 
@@ -170,7 +172,7 @@ void require_layout(const ExpertLayout& layout, std::int64_t expert_bytes) {
   require_projection("the second matrix", layout.down, layout.hidden_size, 1, expert_bytes);
   // The first projection gives whole blocks; the second may skip only padding.
   require(layout.down.cols > layout.inner_rows - kBlockRows, "the columns of the second matrix",
-          layout.down.cols, "about the inner rows, " + std::to_string(layout.inner_rows));
+          layout.down.cols, "more than " + std::to_string(layout.inner_rows - kBlockRows));
 }
 
 void require_room(const Rearrangement& work, const RearrangementBytes& bytes) {
@@ -202,7 +204,7 @@ void require_room(const QuantizeCall& call, const QuantizeBytes& bytes) {
   constexpr Index kWidestGroup = 128;
   const bool is_rounded = call.format != Format::kNvfp4 && e.table != kIq1Table;
   require(is_rounded && call.group <= kWidestGroup, "the format", static_cast<Index>(call.format),
-          "one that weights are rounded to");
+          "one that weights can be rounded to");
   require(call.padded_cols >= call.cols, "padded columns", call.padded_cols,
           "at least " + std::to_string(call.cols));
   const Index size = call.type == SourceType::kFp32 ? 4 : 2;
@@ -218,7 +220,7 @@ void require_room(const QuantizeCall& call, const QuantizeBytes& bytes) {
   const Index scales = scale_bytes(call.format, call.padded_cols, call.group);
   const auto at = static_cast<Index>(reinterpret_cast<std::uintptr_t>(call.scales) % 2);
   require(call.scale_stride % 2 == 0 && at == 0, "the stride of scales", call.scale_stride,
-          "a multiple of 2, from an even address on");  // they are written as halves
+          "a multiple of 2, and an even address");  // they are written as halves
   if (scales > 0) require_parts("scales", blocks, call.scale_stride, scales, bytes.scales);
 }
 

@@ -61,10 +61,10 @@ ThreadPool::ThreadPool(int num_threads) {
   } catch (const std::system_error& error) {
     close();
     throw std::runtime_error(
-        "of " + std::to_string(num_threads) + " threads that compute only " +
-        std::to_string(workers_.size() + 1) + " can be started (" + error.what() +
-        "); end other programs, raise the limits of threads and memory (ulimit -u, -v), or give "
-        "fewer as threads");
+        "only " + std::to_string(workers_.size() + 1) + " of " + std::to_string(num_threads) +
+        " compute threads can be started (" + error.what() +
+        "); end other programs, raise the limits of threads and memory (ulimit -u, -v), or set "
+        "fewer threads");
   }
 }
 

@@ -33,7 +33,7 @@ from tests.architecture_sizes import (
 )
 
 NEWEST = (5, 23)
-"""The Transformers that what is kept of steps was written on."""
+"""The Transformers version on which the recorded steps were written."""
 IS_OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST
 
 # One of each kind of attention, state, router, expert and residual; `make test-slow` tries all

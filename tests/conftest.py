@@ -150,7 +150,7 @@ def _name_of(item: pytest.Item) -> str:
 
 
 def _repeated(items: list[pytest.Item], best: str) -> list[pytest.Item]:
-    """Return the tests of later values of `first_of` with other instruction sets than the best."""
+    """Return tests with neither the best instruction set nor the first value of `first_of`."""
     first: dict[str, object] = {}
     found: list[pytest.Item] = []
     for item in items:

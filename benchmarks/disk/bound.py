@@ -10,9 +10,9 @@ class Costs:
     """The costs of a step's parts."""
 
     dense_seconds: float
-    """Of a step, all but its experts."""
+    """A step's time without experts."""
     expert_seconds: float
-    """Of one expert that lies in memory."""
+    """Time of one expert that is in memory."""
     expert_bytes: int
     disk_rate: float
     """Bytes per second."""

@@ -66,7 +66,7 @@ class MemorySchedule:
         self._begin: float | None = None
         self._low = _AMPLE_BYTES
         self.num_short = 0
-        """How often memory was short."""
+        """How often memory ran short."""
 
     def advance(self, now: float) -> None:
         """Set the present limits; call it once at the beginning."""

@@ -17,7 +17,7 @@ class Job:
     num_experts: int
     top_k: int
     routing: str = "own"
-    """As of `benchmarks.disk.routing`, or "own": what random weights choose."""
+    """A routing of `benchmarks.disk.routing`, or "own": the choice of the random weights."""
     steps: int
     warm_up: int
     prompt: int
@@ -27,7 +27,7 @@ class Job:
     threads: int
     fit_layers: int = 0
     expert_memory: str = "auto"
-    """As in `OffloadConfig`, of `slots` and `own-slots`."""
+    """As in `OffloadConfig`; for `slots` and `own-slots`."""
     gguf: Path | None = None
     command: list[str] = field(default_factory=list)
-    """Of a rival."""
+    """The rival's command."""

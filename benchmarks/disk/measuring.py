@@ -37,7 +37,7 @@ class Sample:
     waited_seconds: float
     misses: int
     absent: list[int]
-    """By layer, of the experts that it used."""
+    """By layer: the number of used experts that were not in memory."""
     chosen: list[int]
     lru_misses: int
     major_faults: int
@@ -50,7 +50,7 @@ class Watch:
     device: DeviceBytes
     slots: HostSlots | None
     trace: Ints | None
-    """(tokens, layers, top_k)."""
+    """(tokens, layers, top_k)"""
     routing: NotedRouting | None
     lru: list[LruSlots] = field(default_factory=list)
 

@@ -19,7 +19,7 @@ class Matrix(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """In torch's order."""
+    """The shape in torch's order."""
     is_quantised: bool = True
 
 
@@ -28,14 +28,14 @@ class Architecture:
     """How to write files of one architecture."""
 
     name: str
-    """As llama.cpp calls it."""
+    """llama.cpp's name of the architecture."""
     add_metadata: Callable[[gguf.GGUFWriter, Values], None]
-    """Add what is not common to all architectures."""
+    """Adds the metadata specific to the architecture."""
     layer: Callable[[Values, int], Iterable[Matrix]]
-    """Return a layer's tensors, without the layer's name in theirs."""
+    """Returns a layer's tensors; their names omit the layer."""
     output_norm: str = "output_norm.weight"
     shared: Callable[[Values], Iterable[Matrix]] = lambda values: ()
-    """Return tensors that are not of one layer, but embeddings, norm and head."""
+    """Returns the tensors outside of layers: embeddings, norm and head."""
 
     def matrices(self, values: Values) -> Iterator[Matrix]:
         """Yield all tensors of a file, without a head if it is tied to the embeddings."""

@@ -27,13 +27,13 @@ class Released:
 
     name: str
     model_type: str
-    """Of its text model."""
+    """The model type of its text model."""
     values: dict[str, Any] = field(default_factory=dict)
-    """What the config class has otherwise."""
+    """Config values that differ from the config class's defaults."""
     whole: str = ""
-    """As of `ModelShape`."""
+    """As in `ModelShape`."""
     of_bench: str = ""
-    """Its name among the shapes of `tandem bench`, which then have the sizes."""
+    """The shape of `tandem bench` with its sizes."""
 
     def shape(self) -> ModelShape:
         """Return its sizes, as lists by layer where the config has such."""
@@ -185,7 +185,7 @@ RELEASED = {
     "unlimited_ocr": Released("Unlimited-OCR", "unlimited_ocr_text", whole="unlimited_ocr"),
     "zaya": Released("ZAYA1-8B", "zaya"),
 }  # fmt: skip
-"""By the architecture's name among Transformers' models."""
+"""By the architecture's name in Transformers."""
 
 NOT_MEASURED = {
     "deepseek_ocr2": "as DeepSeek-V2-Lite's family, behind images",
@@ -198,4 +198,4 @@ NOT_MEASURED = {
     "qwen3_omni_moe": "as Qwen3-30B-A3B, behind images and sound",
     "qwen4_exp": "its config class has no sizes of indexers",
 }
-"""Architectures of which no shape is tried, and why."""
+"""Architectures without a shape to measure, with the reason."""

@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def with_mtp(seconds: dict[int, float], mtp: dict[int, float]) -> dict[int, float]:
-    """Return the speed with one and with two drafted tokens over that without."""
+    """Return the speeds with one and two drafted tokens, relative to that without."""
     first, second = KEPT
     tokens = {1: 1 + first, 2: 1 + first + first * second}
     # The layer reads the accepted tokens and drafts, then drafts from its own output.

@@ -32,9 +32,9 @@ class Result(NamedTuple):
     why_not: str | None
     slots: int
     plan_microseconds: float
-    """Of the host, a layer; part of the 100 that a layer may cost it."""
+    """Host time to plan a layer, part of its budget of 100 us."""
     predicted_tokens_per_second: float | None
-    """Of decoding, by the simulator with the measured profile; None if it could not follow."""
+    """Decode speed from the simulator with the measured profile; None if it could not follow."""
     lanes: dict[str, float]
 
 

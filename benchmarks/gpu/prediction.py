@@ -14,7 +14,7 @@ class Prediction:
     """Records events from before the warm-up steps on; add it to an executor's listeners."""
 
     def __init__(self, cache: ExpertCache, batch: int) -> None:
-        """Record the resident experts, with which the replay begins."""
+        """Record the resident experts; the replay begins with them."""
         self._cache, self._batch = cache, batch
         self._resident, self._num_slots = cache.resident(), cache.num_slots
         self._layers: list[LayerExecuted] = []

@@ -55,7 +55,7 @@ def statistics(replays: Replays) -> Table:
 
 
 def accuracies(replays: Replays, name: str, predictor: str, batch: int) -> list[float] | None:
-    """Return for each k the percentage of the k best with at least the k-th most tokens."""
+    """Return for each k the percentage of the k predicted experts that are among the k heaviest."""
     trace = replays.traces[name]
     if trace.num_sequences < batch:
         return None

@@ -50,23 +50,23 @@ class Configuration:
     is_narrow: bool
     expert_dtype: str
     stored_dense_dtype: str
-    """How the files have linear layers; as they are, or packed."""
+    """The format of linear layers in the files: "none", or a packed one."""
     dense_dtype: str
-    """How the load packs those that are not."""
+    """The format in which the load packs linear layers that are not packed yet."""
     context: int
     sequences: int
     device_share: float | None
-    """Memory of an emulated device, of the experts' bytes; None: no device."""
+    """Memory of an emulated device, relative to the experts' bytes; None: no device."""
     memory_share: float | None
-    """Memory of the processes' control group, of what the plan says; None: no group."""
+    """Limit of the processes' control group, relative to the planned memory; None: no group."""
     gguf_type: str | None = None
-    """The blocks of a GGUF file; None: a packed model."""
+    """The block type of a GGUF file; None: a packed model."""
     has_draft: bool = False
-    """Whether a small model drafts."""
+    """Whether a draft model is used."""
     image_side: int = 0
-    """Tokens of a side of a square image in each prompt; 0: no image."""
+    """Side of a square image in each prompt, in tokens; 0: no image."""
     expert_memory_share: float | None = None
-    """Memory for experts that lie on the disk, of the experts' bytes; None: all in memory."""
+    """Memory for experts on the disk, relative to the experts' bytes; None: all are in memory."""
 
     @property
     def text(self) -> str:

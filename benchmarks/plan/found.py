@@ -16,11 +16,11 @@ class Found:
     text: str
     wrong: list[str] = field(default_factory=list)
     not_tried: str = ""
-    """Why it says nothing of the plan."""
+    """Why the result does not check the plan."""
     memory_ratio: float | None = None
-    """Planned of what the process took at most; None under a limit, or after a kill."""
+    """Planned memory relative to the measured peak; None under a limit, or after a kill."""
     speed_ratio: float | None = None
-    """Forecast of the measured decode speed."""
+    """Forecast decode speed relative to the measured one."""
     planned: dict[str, object] | None = None
     taken: dict[str, object] | None = None
 

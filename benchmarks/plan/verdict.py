@@ -16,14 +16,14 @@ class Planned:
 
     fits: bool
     host: int
-    """With the slots of an emulated device, which are there too."""
+    """Host memory, including the slots of an emulated device."""
     program: int
     experts: int
     dense: int
     kept: int
-    """Keys, values, states and what else is kept of all sequences."""
+    """Keys, values and states of all sequences."""
     draft: int
-    """Of a model that drafts, with what it keeps."""
+    """A draft model with its keys and values."""
     num_experts: int
     device_slots: int
     slots_over_disk: int | None
@@ -34,7 +34,7 @@ class Taken:
     """The measured numbers; names as in `Planned`."""
 
     peak: int
-    """The most that the process took."""
+    """The process's peak memory."""
     experts: int
     dense: int
     kept: int
@@ -42,7 +42,7 @@ class Taken:
     device_slots: int
     slots_over_disk: int | None
     speed_ratio: float | None = None
-    """Forecast decode speed over what was measured; None: not asked, or no forecast."""
+    """Forecast decode speed relative to the measured one; None: not measured, or no forecast."""
 
 
 class Difference(NamedTuple):

@@ -1,14 +1,16 @@
 """The gain of fetches in decode steps of one graph: `python -m benchmarks.policy.graph_rules`.
 
-Real routing runs on a virtual clock of captured steps (`tests.sim.coordinator_clock`) with one
-graph's host costs, including the second launch and the copying thread's waking, from a cache of
-random experts. The columns, by tokens per step, are: the speed with `balanced-in-graph` over that
-with `ready-on-gpu`; the same with the trial's choice, which is based on typical routing
-(`tandem.sim.graph_trial`); the speed with that rule and two experts copied ahead per layer, as
-`regression` predicts, over that without, in equal slots, where the trial has chosen that too
-(otherwise 1); the same with routers asked ahead, one in six of whose answers is wrong, at random;
-the forecast of `tandem plan` and `tandem simulate` over the run of the rule; and the speed with
-plans of `balanced`, which a graph cannot follow, with the graph's host costs all the same.
+Replays real routing on a virtual clock of captured steps (`tests.sim.coordinator_clock`), with the
+host costs of one graph, including the second launch and the wake-up of the copying thread. The
+cache begins with random experts. The columns are ratios of speeds, by tokens per step:
+
+- `balanced-in-graph` over `ready-on-gpu`;
+- the rule that the trial chose on typical routing (`tandem.sim.graph_trial`) over `ready-on-gpu`;
+- that rule with two experts prefetched per layer, predicted by `regression`, over the rule alone
+  with equal slots; 1 if the trial did not choose prefetches;
+- the same with routers asked ahead, of whose answers one in six, at random, is wrong;
+- the forecast of `tandem plan` and `tandem simulate` over the replay of the rule;
+- plans of `balanced`, which a graph cannot follow, charged with the graph's host costs.
 """
 
 import argparse

@@ -76,7 +76,7 @@ class Trouble:
     """Disturbs the answering thread at each layer, at random."""
 
     def __init__(self, draw: random.Random, chance: float) -> None:
-        """Disturb with this probability."""
+        """Disturb each layer with probability `chance`."""
         self._draw, self._chance = draw, chance
 
     def __call__(self, layer: int) -> None:

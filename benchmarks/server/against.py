@@ -5,11 +5,11 @@
     python -m benchmarks.server.against --file ~/.cache/tandem/models/NAME.gguf --kind agent
     python -m benchmarks.server.against --rival "ollama=ollama-like {file} {port}"
 
-Without `--file` a GGUF of `--shape` is written with random weights and tokens that are bytes, so
-that a prompt has as many tokens as characters. Each server is started with the same threads and
-room for as many requests as are sent at once, answers one request unmeasured, and is measured
-while the other is not there; a ratio is the median over rounds of turns next to each other.
-`--kind shared`: prompts have the same first half; `agent`: each prompt continues the one before.
+Without `--file`, writes a GGUF of `--shape` with random weights and one token per byte, so that a
+prompt has as many tokens as characters. Both servers get the same number of threads, and room for
+all requests of `--at-once`. They never run at the same time; each answers one request before it is
+measured. A ratio is the median over rounds, in each of which both servers take a turn.
+`--kind shared`: prompts share their first half; `agent`: each prompt continues the one before.
 
 guidellm has an environment of its own:
 

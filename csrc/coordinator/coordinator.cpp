@@ -53,9 +53,9 @@ std::int64_t Coordinator::add_mailbox(std::int64_t num_rows, std::int64_t top_k,
                                 std::to_string(top_k) + " experts, expected at least 1 of each");
   for (const RoutedLayer& layer : layers_)
     if (layer.layout.hidden_size != layout.hidden_size)
-      throw std::invalid_argument("a layer of " + std::to_string(layer.layout.hidden_size) +
-                                  " values a token, expected " +
-                                  std::to_string(layout.hidden_size) + " as in the first one");
+      throw std::invalid_argument("a layer has " + std::to_string(layer.layout.hidden_size) +
+                                  " values per token, expected " +
+                                  std::to_string(layout.hidden_size) + " as in the first layer");
   std::unique_ptr<std::uint8_t[]> owned;
   if (memory == nullptr) {
     constexpr std::size_t line = MailboxLayout::kLineBytes;
@@ -106,7 +106,7 @@ void Coordinator::wait_until_idle(double patience) {
   const bool is_idle = changed_.wait_for(lock, std::chrono::duration<double>(patience),
                                          [this] { return is_idle_ || has_died_; });
   if (!is_idle)
-    throw StepLost("the thread that answers the device has not come back from a lost step within " +
+    throw StepLost("the answering thread did not return from a lost step within " +
                    in_words(patience));
 }
 
@@ -206,7 +206,7 @@ void Coordinator::loop() {
       death = error.what();
     } catch (const std::exception& error) {
       const std::string why = error.what();
-      death = "the thread that answers the device has ended (" +
+      death = "the answering thread has ended (" +
               (why.empty() ? std::string("an unknown error") : why) + ")";
     }
     if (decisions_) decisions_->end_step();

@@ -16,7 +16,7 @@ constexpr int kLowestPriority = 0;
 }  // namespace
 
 Driver::Driver(const std::string& library) : library_(dlopen(library.c_str(), RTLD_NOW)) {
-  if (library_ == nullptr) throw std::runtime_error("there is no " + library);
+  if (library_ == nullptr) throw std::runtime_error("cannot load " + library);
   get_address_ = reinterpret_cast<decltype(get_address_)>(dlsym(library_, "cuGetProcAddress_v2"));
   if (get_address_ == nullptr)
     throw std::runtime_error("the driver is older than CUDA 12; update it");
@@ -35,7 +35,7 @@ Driver::Driver(const std::string& library) : library_(dlopen(library.c_str(), RT
   int (*get_current)(Handle*) = nullptr;
   find(get_current, "cuCtxGetCurrent");
   require(get_current(&context_), "cuCtxGetCurrent");
-  if (context_ == nullptr) throw std::runtime_error("this thread uses no GPU");
+  if (context_ == nullptr) throw std::runtime_error("no GPU is current in this thread");
 }
 
 template <typename Function>
@@ -51,7 +51,7 @@ void Driver::require(int code, const char* what) const {
   if (code == 0) return;
   const char* text = nullptr;
   if (error_string_ == nullptr || error_string_(code, &text) != 0 || text == nullptr)
-    text = "no reason";
+    text = "an unknown error";
   throw std::runtime_error(std::string(what) + " returned " + std::to_string(code) + ", " + text);
 }
 

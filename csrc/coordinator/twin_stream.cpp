@@ -120,7 +120,7 @@ void TwinStream::wait(std::int64_t layer) {
   }
   if (patience_ > 0.0 && load_acquire(box_.error(layer)) != 0)
     throw StepLost("MoE layer " + std::to_string(layer) +
-                   " was answered with an error: the thread that answers has ended");
+                   " was answered with an error: the answering thread has ended");
 }
 
 // The second launch: computes the misses that the host has copied; nothing if there are no misses.

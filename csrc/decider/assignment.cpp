@@ -10,7 +10,8 @@ namespace tandem {
 
 double seconds_of(const std::vector<double>& by_tokens, std::int32_t tokens) {
   if (tokens < 0 || static_cast<std::size_t>(tokens) >= by_tokens.size())
-    throw std::out_of_range("an expert of " + std::to_string(tokens) + " tokens, and costs go to " +
+    throw std::out_of_range("an expert has " + std::to_string(tokens) +
+                            " tokens, but costs are known only up to " +
                             std::to_string(by_tokens.size() - 1));
   return by_tokens[tokens];
 }

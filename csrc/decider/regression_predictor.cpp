@@ -67,15 +67,16 @@ RegressionPredictor::RegressionPredictor(const RegressionTables::Options& option
 void RegressionPredictor::load(State state) {
   const std::size_t bins = state.counts.seen.size();
   if (bins == 0 || bins != state.counts.came_true.size())
-    throw std::invalid_argument("expected as many bins that were seen as that came true");
+    throw std::invalid_argument("expected as many bins in came_true as in seen, and at least one");
   if (state.of_hints.seen.size() != kHintLevels * bins ||
       state.of_hints.came_true.size() != kHintLevels * bins)
-    throw std::invalid_argument("expected nine levels of what hints say for each bin");
+    throw std::invalid_argument("expected nine hint levels for each bin");
   for (std::size_t layer = 0; layer < state.before.size(); ++layer) {
     tables_.require(static_cast<std::int32_t>(layer));
     for (const std::int32_t expert : state.before[layer])
       if (expert < 0 || expert >= tables_.num_experts())
-        throw std::invalid_argument("an expert that there is not");
+        throw std::invalid_argument("expert " + std::to_string(expert) + ", expected 0 to " +
+                                    std::to_string(tables_.num_experts() - 1));
   }
   state_ = std::move(state);
   levels_.assign(state_.before.size(), {});

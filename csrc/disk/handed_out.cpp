@@ -53,7 +53,8 @@ std::span<const HostSlots::Arrived> HostSlots::next() {
     learn();
     lock.unlock();
     if (!arrives(seen, last)) {
-      if (use_patience_ > 0.0) throw DiskSlow(layers_[layer_].path + " gave an expert too late");
+      if (use_patience_ > 0.0)
+        throw DiskSlow(layers_[layer_].path + " delivered an expert too late");
       give_up(layer_);
     }
     lock.lock();
@@ -78,9 +79,9 @@ bool HostSlots::arrives(std::uint32_t seen, Moment last) {
 }
 
 void HostSlots::give_up(std::int32_t layer) const {
-  throw DiskError(layers_[layer].path + " gave no expert for " +
+  throw DiskError(layers_[layer].path + " delivered no expert for " +
                   std::to_string(static_cast<std::int64_t>(patience_)) +
-                  " seconds; check the disk, and ask again");
+                  " seconds; check the disk, and send the request again");
 }
 
 // After a failed read: throws if the waiting use has requested it. A read that was made ahead, or

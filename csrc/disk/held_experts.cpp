@@ -70,7 +70,7 @@ HostSlots::Slot& HostSlots::slot_of(const ExpertHold& hold) {
       if (slot.num_holders > 0 && slot.layer == hold.layer && slot.expert == hold.expert &&
           slot.read.data() == hold.address)
         return slot;
-  throw std::invalid_argument("an expert that is not held");
+  throw std::invalid_argument("the expert is not held");
 }
 
 bool HostSlots::has_come(const ExpertHold& hold) {

@@ -68,8 +68,9 @@ std::pair<std::int64_t, std::int64_t> wanted_of(const DiskRead& read, std::int64
 
 void require_here(const HomeProcess& home) {
   if (!home.is_here())
-    throw DiskError("the model reads from the disk by threads of the process that loaded it, from "
-                    "which this one was forked; load the model in this process");
+    throw DiskError(
+        "this process was forked from the one that loaded the model, and has none of "
+        "its threads that read the disk; load the model in this process");
 }
 
 ExpertFile::ExpertFile(const std::string& path)
@@ -78,7 +79,7 @@ ExpertFile::ExpertFile(const std::string& path)
   struct stat found {};
   if (descriptor_ < 0 || ::fstat(descriptor_, &found) != 0)
     throw std::runtime_error(path + " cannot be opened (" + std::strerror(errno) +
-                             "); expected a model's file: put it back and load again");
+                             "); restore this file of the model, and load the model again");
   bytes_ = found.st_size;
 }
 
@@ -121,13 +122,13 @@ std::string DiskRead::why() const {
   const int found = error.load(std::memory_order_relaxed);
   const std::string where = file->path() + ", byte " + std::to_string(from + skipped);
   if (found == kCut)
-    return where + ": the file ends before " + std::to_string(wanted) +
-           " bytes of " + what + "; it was cut or replaced while it was in use: copy it again, or "
+    return where + ": the file ends before " + std::to_string(wanted) + " bytes of " + what +
+           "; it was truncated or replaced while in use: copy it again, or "
            "pack the model again";
   if (found == kDamaged)
     return where + ": " + what +
-           " has other bytes than were written (its CRC-32C differs); the disk or a copy has damaged "
-           "them: copy the file again, or pack the model again";
+           " has other bytes than were written (its CRC-32C differs): the disk or a copy damaged "
+           "the file; copy it again, or pack the model again";
   return where + ": " + what + " cannot be read (" + std::strerror(found) +
          "); check the disk, and load the model again";
 }
@@ -139,7 +140,7 @@ ReaderPool::ReaderPool(int num_readers, std::int64_t piece_bytes, std::function<
     for (int i = 0; i < std::max(1, num_readers); ++i) readers_.emplace_back([this] { work(); });
   } catch (const std::system_error& error) {
     close();
-    throw std::runtime_error(std::string("no thread can be started that reads the disk (") +
+    throw std::runtime_error(std::string("cannot start a thread to read the disk (") +
                              error.what() + "); end other programs, or raise the limit of threads");
   }
 }

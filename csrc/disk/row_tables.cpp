@@ -153,9 +153,9 @@ void RowTables::require_arrival(const OpenTable& table, std::uint32_t seen) {
   const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
   counts_.waited_seconds += waited.count();
   if (!has_come)
-    throw DiskError(table.parts.front().file->path() + " gave no row for " +
+    throw DiskError(table.parts.front().file->path() + " delivered no row for " +
                     std::to_string(static_cast<std::int64_t>(patience_)) +
-                    " seconds; check the disk, and ask again");
+                    " seconds; check the disk, and send the request again");
 }
 
 }  // namespace tandem

@@ -180,7 +180,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def temporary() -> Iterator[Path]:
-    """The commands' directory for temporary files, which share large ones; removed at the end."""
+    """The temporary directory of all commands, which share large files; removed at the end."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 

@@ -33,7 +33,7 @@ class Served:
 
 
 Try = Callable[[Served], str | None]
-"""One thing that a client does; returns what is worth a note, raises if it does not work."""
+"""Tries one feature of a client; returns a note if there is one, raises if the feature fails."""
 
 
 def run_command(name: str, *words: str, **options: Any) -> str:

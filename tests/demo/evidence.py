@@ -15,7 +15,7 @@ class LayerRouting(NamedTuple):
     shares: list[float]
     """Each expert's share of all (token, expert) pairs."""
     neighbour_ratio: float
-    """Experts that adjacent tokens share, over those that shuffled tokens share."""
+    """Experts shared by adjacent tokens, relative to those shared by shuffled tokens."""
     top_weights: list[float]
     """The weight of a token's first expert, at the quantiles `QUANTILES`."""
 

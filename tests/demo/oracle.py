@@ -27,7 +27,7 @@ NUM_WINDOWS = 1  # of eight; docs/demo.md has the figures of all
 ODD_TEXT = (
     "In 2024  5 apples cost $12.50,\n  3 pears\t10 <|im_start|>user\ndef f(x):\n    return x9"
 )
-"""Its digits and spaces are cut otherwise where a tokenizer lost a step."""
+"""A tokenizer that lost a step splits its digits and spaces differently."""
 
 
 class Answers(NamedTuple):

@@ -48,7 +48,7 @@ class Published:
     file: str
     family: str
     end: str
-    """What the model ends its answer with."""
+    """The text with which the model ends its answer."""
     options: dict[str, Any] = field(default_factory=dict)
     has_reasoning: bool = True
     has_content: bool = True

@@ -275,7 +275,7 @@ def test_a_read_that_takes_too_long_gives_a_captured_step_up(tmp_path: Path) -> 
     machine, generator = TwinMachine(store, 1), torch.Generator().manual_seed(0)
     slots.native.fail(0, 1, 3.0)
     step = random_step(1, generator)
-    with pytest.raises(_native.StepSlowError, match="gave an expert too late"):
+    with pytest.raises(_native.StepSlowError, match="delivered an expert too late"):
         machine.run(step)
     slots.native.fail(0, 0, 0.0)
     for found, right in zip(expected(store, step), expected(in_memory, step), strict=True):

@@ -18,7 +18,7 @@ from tests.disk.loading import ids, slots_of, with_share
 from tests.disk.test_row_reader import read, table
 from tests.programs import python
 
-SAID = "from which this one was forked; load the model in this process"
+SAID = "was forked from the one that loaded the model"
 
 
 def result_in_a_fork(work: Callable[[], object]) -> str:

@@ -50,7 +50,7 @@ def test_a_disk_that_is_silent_is_a_sentence_and_late_rows_go_nowhere(tmp_path: 
     rows = torch.randint(0, 256, (300, 64), dtype=torch.uint8)
     tables = table(tmp_path / "rows", rows, patience=0.05)
     tables.fail(0, 1, 0.3)
-    with pytest.raises(ModelError, match="gave no row for 0 seconds"):
+    with pytest.raises(ModelError, match="delivered no row for 0 seconds"):
         read(tables, rows, torch.arange(100))
     tables.fail(0, 0, 0.0)
     late = read_when_it_answers(tables, rows)

@@ -49,7 +49,7 @@ class FaultyDevice(ThreadedDevice):
     """An emulated device whose batches fail on demand, and with a limit on pinned memory."""
 
     fault: Callable[[], None] | None = None
-    """Called before every batch; what it raises happens to the batch."""
+    """Called before every batch; its exception becomes the batch's."""
     may_pin_bytes: int | None = None
 
     def run(self, batch: ExpertBatch, use: SlotUse) -> None:

@@ -257,7 +257,9 @@ def test_a_thread_that_does_not_come_back_loses_the_device(
     captured.coordinator.set_hook(stop)
     call = route(1, torch.Generator().manual_seed(1), GEOMETRY)
     call[1][:] = torch.arange(GEOMETRY.top_k)  # not all of them resident
-    with pytest.raises(DeviceLostError, match="has not come back from one; start the program"):
+    with pytest.raises(
+        DeviceLostError, match="did not return from a decode step; start the program"
+    ):
         executor.execute(0, *call, FUNCTIONS)
     goes_on.set()
     captured.coordinator.set_hook(None)

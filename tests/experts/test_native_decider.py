@@ -302,15 +302,17 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
     absent, two = bytes(2), ((0, 3), (1, 1))
     with pytest.raises(ValueError, match="expert 4, expected 0 to 3"):
         _native.split_layer(costs, 3, False, 1, (0, 4), (1, 1), absent, (), table, 0.0, b"")
-    with pytest.raises(ValueError, match="one of four rules"):
+    with pytest.raises(ValueError, match="an assignment rule from 0 to 3"):
         _native.split_layer(costs, 4, False, 1, *two, absent, (), table, 0.0, b"")
-    with pytest.raises(ValueError, match="no place or one for each expert"):
+    with pytest.raises(ValueError, match="no places, or one for each expert"):
         _native.split_layer(costs, 3, False, 1, *two, absent, (), table, 0.0, bytes(3))
-    with pytest.raises(ValueError, match="places of 0 to 2"):
+    with pytest.raises(ValueError, match="places from 0 to 2"):
         _native.split_layer(costs, 3, False, 1, *two, absent, (), table, 0.0, bytes([0, 3]))
-    with pytest.raises(IndexError, match="an expert of 2 tokens, and costs go to 1"):
+    with pytest.raises(
+        IndexError, match="an expert has 2 tokens, but costs are known only up to 1"
+    ):
         _native.split_layer(costs, 3, False, 1, (0, 3), (1, 2), absent, (), table, 0.0, b"")
-    with pytest.raises(ValueError, match="a time for each copy under way"):
+    with pytest.raises(ValueError, match="an arrival time for each copy in progress"):
         _native.split_layer(costs, 3, False, 1, *two, bytes([COPYING, EMPTY]), (), table, 0.0, b"")
     with pytest.raises(ValueError, match="a state and a 32-bit score"):
         _native.layer_entries((0, 3), bytes(5), table, 0, (), (), 1, (), 1)

@@ -279,9 +279,9 @@ def check_same_residency(
     ("known", "reason"),
     [
         ([(1, [0], [1]), (0, [0], [1])], "layers in their order"),
-        ([(0, [64], [1])], "experts that exist"),
-        ([(0, [3, 4], [1])], "tokens of each expert"),
-        ([(0, [3], [0])], "at least a token"),
+        ([(0, [64], [1])], "experts of the layer"),
+        ([(0, [3, 4], [1])], "a token count for each known expert"),
+        ([(0, [3], [0])], "at least one token"),
     ],
 )
 def test_what_cannot_be_known_is_refused(

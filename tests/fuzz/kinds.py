@@ -32,9 +32,9 @@ class Kind:
 
     file: Path
     seed: bytes
-    """The part that is damaged, as it should be."""
+    """The undamaged bytes of the part to damage."""
     rest: bytes
-    """What follows it in the file."""
+    """The bytes after the part in the file."""
     mutate: Callable[[bytes, random.Random], bytes]
     load: Callable[[], object]
 

@@ -8,7 +8,7 @@ _MEMORY_BYTES = 4 << 30  # of one input
 
 
 def limit_memory() -> None:
-    """Limit the process to this much memory beside what it has, so that more is a finding.
+    """Limit how much memory the process may add, so that a greater need is a finding.
 
     The limit is set for each input, because modules and torch keep memory of earlier ones.
     """

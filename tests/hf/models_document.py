@@ -18,13 +18,13 @@ class ModelsDocument:
     """Table rows by architecture."""
 
     run: dict[str, str] = field(default_factory=dict)
-    """What each one that runs is, as its cells."""
+    """The cells of each architecture that runs."""
     blind: dict[str, str] = field(default_factory=dict)
-    """Why nothing can look ahead in it."""
+    """The reason why an architecture has no look-ahead."""
     refused: dict[str, str] = field(default_factory=dict)
-    """The class of its experts, and why it has no adapter, as its cells."""
+    """The class of its experts and the reason why it has no adapter, as cells."""
     released: str = ""
-    """The section of released shapes, which `benchmarks.generation.released` writes."""
+    """The section of released shapes, written by `benchmarks.generation.released`."""
 
     def add(self, name: str, cells: str, why_blind: str | None) -> None:
         """Add an architecture's rows."""

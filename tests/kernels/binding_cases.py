@@ -33,7 +33,7 @@ class Case(NamedTuple):
     any_type: Sequence[int] = ()
     numbers: Sequence[int] = ()
     then: Callable[[], object] | None = None
-    """What makes use of what the call was given."""
+    """Uses the arguments that the call has stored."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Counts the kernels that Triton compiles for a model, on a GPU that is not here; prints JSON.
+"""Counts the kernels that Triton compiles for a model, for a GPU that is not present; prints JSON.
 
     python -m tests.kernels.count_variants
 
@@ -73,7 +73,7 @@ def on_device(table: Tensor) -> Tensor:
 def run_prompt(
     kernels: TritonKernels, store: HostStore, layers: list[DeviceLinear], num_tokens: int
 ) -> None:
-    """Launch a prompt's batches and those of six later tokens: all experts, halves, single ones."""
+    """Launch batches of a prompt and of small steps: all experts, each half, and one expert."""
     generator = torch.Generator().manual_seed(num_tokens)
     for count in (num_tokens, 1, 2, 3, 5, 8):
         for layer in layers:

@@ -134,8 +134,8 @@ def test_memory_need_not_be_aligned_to_registers(fmt: str, isa: str) -> None:
 @pytest.mark.parametrize(
     ("begin", "token", "message"),
     [
-        ([0, 1, 2], [0, 3], "row 1 is of token 3, expected 0 to 2"),
-        ([0, 1, 2], [-1, 0], "row 0 is of token -1, expected 0 to 2"),
+        ([0, 1, 2], [0, 3], "row 1 belongs to token 3, expected 0 to 2"),
+        ([0, 1, 2], [-1, 0], "row 0 belongs to token -1, expected 0 to 2"),
         ([0, 3, 2], [0, 1], "falls from 3 to 2 at expert 1"),
         ([0, 1, 3], [0, 1], "goes from 0 to 3, expected 0 to 2"),
         ([1, 1, 2], [0, 1], "goes from 1 to 2, expected 0 to 2"),

@@ -30,14 +30,14 @@ class Case(NamedTuple):
     block: int
     most: int
     lengths: tuple[int, ...]
-    """Of slots, before the step."""
+    """The lengths of the slots before the step."""
     tokens_each: int = 1
     length: int = LENGTH
     dtype: torch.dtype = torch.float32
     grid: float = 0.0
-    """Keys and queries are multiples of it: many scores are equal."""
+    """Keys and queries are multiples of this, so that many scores are equal."""
     damaged: float | None = None
-    """What stands in one key."""
+    """A value, such as NaN, to write into one key."""
 
 
 def kept_by(case: Case, kernels: DecodeKernels | None) -> tuple[DeviceIndexKeys, NewIndexKeys]:

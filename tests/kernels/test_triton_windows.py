@@ -35,7 +35,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     has_sinks: bool = True
     num_processors: int = 12
-    """By which keys are split into parts; with 1 they are one."""
+    """Determines the number of parts of the positions; 1: one part."""
 
 
 def steps_of(case: Case, windows: DeviceWindows) -> list[Tensor]:

@@ -67,7 +67,7 @@ def test_threads_that_compute_and_do_not_start_are_a_sentence() -> None:
         imports=WARM,
     )
     assert done.returncode == 0, done.stderr
-    assert "of 64 threads that compute only 6 can be started" in done.stdout
+    assert "only 6 of 64 compute threads can be started" in done.stdout
 
 
 def test_weights_are_packed_by_the_threads_that_there_are() -> None:

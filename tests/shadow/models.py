@@ -32,7 +32,7 @@ TOKENS = [50, 61, 72, 83, 94]
 MOST_DIVERGENCE = 2e-2  # the CPU rounds what its experts read, and kernels on a GPU do not
 MEMORY = "1GB"
 IS_WHOLE = os.environ.get("TANDEM_DRY_GPU") == "1"
-"""Whether everything is tried, as `make dry-gpu` does; `make test` has one of each kind."""
+"""Whether to test all architectures, as `make dry-gpu` does; `make test` has one of each kind."""
 in_dry_gpu = pytest.mark.skipif(not IS_WHOLE, reason="interpreted for long: make dry-gpu runs it")
 
 

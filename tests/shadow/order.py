@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 HOST = -1
-"""The host as one more actor beside the streams, which are counted from 0."""
+"""The host's number among the actors; streams are counted from 0."""
 
 Clock = dict[int, int]
 

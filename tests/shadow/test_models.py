@@ -22,7 +22,7 @@ KINDS = {
     "deepseek_v32": 4,  # latents, an indexer, a first layer without experts
     "qwen3_5_moe": 4,  # states, and weights that a recording makes
 }
-"""With numbers of layers that have all there is between two that hand over."""
+"""Architectures with a number of layers for which all mechanisms occur between two hand-overs."""
 # Text skips experts for images, or a norm follows the experts: their layers break the graph.
 NOT_HANDED = {"ernie4_5_vl_moe", "muse_spark"}
 # Layers that run twice magnify the experts' rounding: the tolerance of a captured step, a

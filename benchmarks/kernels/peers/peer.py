@@ -16,7 +16,7 @@ class Prepared:
     bytes_per_call: int
     """Bytes of weights that one call must read."""
     format: str
-    """The peer's own name of what it ran."""
+    """The peer's own name of the format that it ran."""
 
 
 class Peer(Protocol):

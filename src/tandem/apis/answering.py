@@ -35,9 +35,9 @@ class GenerationRequest:
     """Writes the grammar that the answer follows; the same for all requests of a body."""
     reader: AnswerReader | None = None
     has_one_call: bool = False
-    """Whether more calls than one are dropped."""
+    """Whether calls after the first are dropped."""
     echo: str = ""
-    """What the answer begins with: the prompt, if it was asked for."""
+    """What the answer begins with: the prompt, if the request has `echo`."""
     num_dropped_turns: int = 0
     """Turns at the conversation's beginning that did not fit."""
 

@@ -24,7 +24,7 @@ class Surroundings:
     text_of: Callable[[int], str]
     """Returns a token's text."""
     keep: Callable[[Event, bytes, Message], None]
-    """Keeps a response for later requests: itself, the conversation before it, its message."""
+    """Stores a response for later requests: the event, the conversation before it, the message."""
 
 
 class Reply(Protocol):
@@ -66,7 +66,7 @@ class Api(Generic[B]):
     requests: Callable[[B, ModelInfo, bytes], list[GenerationRequest]]
     reply: Callable[[B, list[GenerationRequest], bytes], Reply]
     at_once: Callable[[B], dict[str, object] | None] = lambda body: None
-    """Returns the answer to a body that asks nothing of the model; None: it does."""
+    """Answers a body that needs no model, at once; returns None for all others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class Tally:
     generated_tokens: int = 0
     reused_tokens: int = 0
     reasoning_tokens: int = 0
-    """Of the generated ones, those up to the end of the reasoning."""
+    """Generated tokens up to the end of the reasoning."""
     finish_reason: str | None = None
     stop_string: str | None = None
 

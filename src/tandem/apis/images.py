@@ -31,13 +31,13 @@ class ImageReader:
     """Opens the images of requests; the model's processor turns them into prompt tokens."""
 
     processor: "Processor | None"
-    """None: the model's files have none; see `why_none`."""
+    """The model's image processor; None if it has none, for the reason in `why_none`."""
     token_id: int
-    """The placeholder of images."""
+    """The id of the image placeholder token."""
     directory: Path | None = None
-    """Where files lie that requests may name; None: they may name none."""
+    """The folder of the files that requests may name; None forbids file names in requests."""
     why_none: str | None = None
-    """Why requests with images are refused, as a sentence; None: they are not."""
+    """The reason for refusing requests with images, as a sentence; None accepts them."""
 
     def write(self, text: str, sources: Sequence[str]) -> "ImagePrompt":
         """Return the token ids of a prompt that holds a placeholder for each image.

@@ -71,7 +71,7 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     beside: _Json | None = Field(None, alias="schema")
-    """The schema where llama.cpp has it."""
+    """The schema, in llama.cpp's place for it."""
 
 
 class StructuredOutputs(Body):
@@ -133,7 +133,7 @@ class Sampling(Asked):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     speculative: Literal["auto", "none"] | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """Lower ones go first, as with vLLM."""
+    """Requests with lower numbers run first, as in vLLM."""
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1024)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -317,7 +317,7 @@ class ChatRequest(Sampling):
     chat_template_kwargs: _Json | None = Field(None, max_length=16)
     enable_thinking: bool | None = None
     thinking_token_budget: _Budget | None = None
-    """Tokens of reasoning at most; by vLLM's name, llama.cpp's and that of Qwen's API."""
+    """The most reasoning tokens, as vLLM names them; then llama.cpp's and Qwen's names."""
     thinking_budget_tokens: _Budget | None = None
     thinking_budget: _Budget | None = None
     add_generation_prompt: bool | None = None

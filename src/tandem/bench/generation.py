@@ -46,7 +46,7 @@ class Workload:
     new_tokens: int
     batch: int = 1
     depth: int = 0
-    """Tokens that are in the KV cache before the prompt."""
+    """Tokens in the KV cache before the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,18 @@ class Measured:
     time_to_first_token_seconds: float
     speed: Speed
     step_bytes: int
-    """What a decode step touched: dense weights, distinct experts, KV cache, states (twice)."""
+    """Bytes that a decode step touches: dense weights, distinct experts, KV cache, states
+    (twice)."""
     milliseconds: dict[str, float]
     first_prefill_seconds: float
-    """Of a prompt that met nothing prepared, as a user's first one does."""
+    """Time of the first prompt, for which nothing was warmed up, as for a user's first prompt."""
     warm_up_seconds: float
-    """Of the first `WARM_UP_STEPS` decode steps together."""
+    """Total time of the first `WARM_UP_STEPS` decode steps."""
     read_gigabytes_per_second: float
-    """What memory gave between the decode steps; 0 if that was not asked."""
+    """Memory bandwidth between decode steps; 0 if not measured."""
     decode_share: float
-    """Of the time of a step, what reading its bytes took right after it; 0 if not asked."""
+    """Time to read a step's bytes, measured right after it, as a share of the step; 0 if not
+    measured."""
 
 
 def measure_machine(bench: KernelBench) -> Ceiling:
@@ -139,13 +141,13 @@ class _Decoded:
 
     steps: list[float] = field(default_factory=list)
     sampling: list[float] = field(default_factory=list)
-    """Of each step, the part that chose tokens."""
+    """Seconds of each step spent on sampling."""
     reads: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds of some steps, each with the gigabytes per second that memory gave right after it."""
+    """(seconds of a step, gigabytes per second of memory right after it), for some steps."""
     expert_bytes: int = 0
-    """That a step touched, on average."""
+    """Mean bytes of experts that a step touches."""
     plan_seconds: float = 0.0
-    """Of a step, on average."""
+    """Mean planning time of a step."""
 
 
 def _decode(

@@ -57,7 +57,8 @@ class Ceiling:
 
     read_gigabytes_per_second: float
     int4_gops: float
-    """Products of int8 with codes of fewer than 8 bits; without VNNI twice those with 8."""
+    """Speed of products of int8 with codes of fewer than 8 bits; twice the 8-bit speed without
+    VNNI."""
     int8_gops: float
     bf16_gflops: float
 
@@ -77,11 +78,12 @@ class Work:
     hidden_size: int
     intermediate_size: int
     format: str
-    """Tandem's name of the format; another system takes its own nearest one."""
+    """Tandem's name of the format; another system runs its nearest one."""
     num_active: int
     num_threads: int
     store_bytes: int
-    """Weights to keep at least, so that each call finds its experts in memory, not in a cache."""
+    """The least bytes of weights to allocate, so that each call reads experts from memory, not a
+    cache."""
     max_tokens: int
 
     def num_experts(self, bits_per_weight: float) -> int:
@@ -103,11 +105,11 @@ class Case:
     gops: float
     share_of_ceiling: float
     bound: str
-    """"memory" or "arithmetic": which of the two ceilings the share is of."""
+    """The ceiling that the share refers to: "memory" or "arithmetic"."""
     peer: str | None = None
     """The other system that was timed; None for Tandem."""
     peer_format: str | None = None
-    """What the peer calls the format that it ran."""
+    """The peer's name of the format that it ran."""
     ratio: float | None = None
     """Tandem's speed divided by the peer's."""
 
@@ -130,7 +132,7 @@ class KernelBench:
         """Start the threads; `isa` forces an instruction set."""
         self.engine = start_engine(num_threads=num_threads, isa=isa)
         self.failures: dict[str, str] = {}
-        """Why a peer gave no figure, by its name."""
+        """The reason why a peer has no result, by its name."""
         self._memory = allocate_buffers(1, _CEILING_BYTES).fill_(1)
         self._store_bytes = store_bytes
         self._sample_begin = 0

@@ -15,9 +15,10 @@ class ModelShape:
     model_type: str
     values: dict[str, Any] = field(default_factory=dict)
     whole: str = ""
-    """The architecture that it is the text model of, where Transformers builds none by itself."""
+    """The model type whose text model this is, if Transformers builds no text model alone."""
     beside: dict[str, Any] = field(default_factory=dict)
-    """Values of that one's configuration beside the text model's; with some it keeps its towers."""
+    """More values for the config of `whole`; with some of them it keeps its vision or audio
+    towers."""
 
     def cut(self, num_layers: int, *, first: int = 0) -> "ModelShape":
         """Return the shape with `num_layers` of its layers, from `first` on."""

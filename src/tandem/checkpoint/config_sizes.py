@@ -44,7 +44,7 @@ class HeldTensors:
     names: Iterable[str]
     num_tensors: int
     num_elements: int
-    """Weights that they can hold at most."""
+    """The most weights that they can hold."""
 
     @property
     def num_layers(self) -> int:

@@ -34,7 +34,7 @@ _DTYPES = {
 
 _Bytes = npt.NDArray[np.uint8]
 Parts = Tensor | Sequence[Tensor]
-"""A tensor, or parts of one along its first dimension."""
+"""A tensor, or its parts along the first dimension."""
 
 
 class FileSums(NamedTuple):

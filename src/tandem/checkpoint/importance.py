@@ -31,8 +31,8 @@ class Importance:
         """Store `find`, which looks a parameter up in the file."""
         self._path, self._find = path, find
         self.divergence_of = divergence
-        """Returns what rounding a parameter coarsely does to the answers, in nats; None: unknown.
-        """
+        """Returns the divergence of the answers, in nats, after coarse rounding of a parameter, or
+        None if unknown."""
         self._latest: tuple[str, Tensor | None] = ("", None)
 
     def of(self, parameter: str, shape: tuple[int, int]) -> Tensor | None:

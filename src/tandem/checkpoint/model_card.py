@@ -24,9 +24,9 @@ class Origin:
     """The origin of a packed model."""
 
     base_model: str | None
-    """Its id on a hub; None where only a folder is known."""
+    """The base model's id on a hub; None if only a folder is known."""
     licence: str | None
-    """As the base model's card names it; None where it names none."""
+    """The licence in the base model's card; None if the card names none."""
 
 
 def origin_of(directory: Path, name: str) -> Origin:

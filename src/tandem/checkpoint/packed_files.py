@@ -172,7 +172,7 @@ class _Experts(NamedTuple):
     name: str
     entry: TensorEntry
     known: Sequence[object]
-    """What the index has as their sums, one for each; empty if it has something else."""
+    """The checksums in the index, one for each part; empty if the index has something else."""
 
 
 def _experts_in(file: Path, metadata: JsonObject) -> _Experts | None:

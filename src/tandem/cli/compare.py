@@ -38,7 +38,7 @@ class CompareOptions:
     """Options of `tandem compare`."""
 
     peer: str = "llama.cpp"
-    """What Tandem is compared with; its flag is --with."""
+    """The system to compare Tandem with; the flag is --with."""
     threads: int | None = option(
         None, help="CPU threads of both (default: one for each fast core)", metavar="N"
     )

@@ -35,7 +35,7 @@ def require_terminal(out: TextIO) -> None:
 
 
 class ExpertHeat:
-    """How often experts were used lately, in as many cells as a terminal has room for."""
+    """The experts' recent use, in as many cells as fit the terminal."""
 
     def __init__(self, counts: dict[int, int], *, width: int) -> None:
         """Begin with no use; `counts` are the numbers of experts of the layers that have some."""

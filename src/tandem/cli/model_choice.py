@@ -54,7 +54,7 @@ class ModelChoice:
         False, help="run the Python code that comes with MODEL, if it needs it"
     )
     verify: bool = False
-    """Read the files against their checksums before loading; the flag of what loads a model."""
+    """Verify the files' checksums before loading; a flag of commands that load a model."""
 
 
 def add_model(

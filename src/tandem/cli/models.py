@@ -30,7 +30,7 @@ class StoredModel:
     """A model on this machine."""
 
     name: str
-    """What `tandem run` or, for packed copies, `tandem models rm` calls it."""
+    """The name for `tandem run` or, for packed copies, for `tandem models rm`."""
     kind: str
     num_bytes: int
     last_used: float

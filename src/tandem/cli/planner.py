@@ -36,7 +36,7 @@ class PlanAsked:
     draft: str | None
     image_tokens: int
     memory_bytes: int | None
-    """Host memory of the target machine; None: what is free here, or the profile's."""
+    """Host memory of the target machine; None: the free memory here, or the profile's."""
 
 
 class Planner:

@@ -25,7 +25,7 @@ class PlainProgress:
         """Write to `stream`."""
         self._stream, self._clock = stream, clock
         self._line = ""
-        """How the bar looks that is being drawn; empty: none is."""
+        """The bar on the screen; empty if none is shown."""
         self._next_seconds = 0.0
         self._is_shown = False
 

@@ -39,7 +39,7 @@ class ReplicaOptions:
 
     replicas: int = 2
     cpus: float = 1.0
-    """Cores that Ray reserves for a replica."""
+    """CPU cores that Ray reserves for a replica."""
     gpus: float = 0.0
     dense_dtype: str = "auto"
 

@@ -121,7 +121,7 @@ class RunReport:
         return self._host_slots.statistics() if self._host_slots else SlotStatistics()
 
     def _disk_parts(self) -> list[str]:
-        """Return what was read from the disk, as text."""
+        """Return texts about disk reads."""
         disk = self._disk_now().since(self._disk_before)
         assert self._host_slots is not None
         for_device = disk.device_hits + disk.device_misses

@@ -27,7 +27,7 @@ class Registry(Generic[T]):
         self.kind = kind
         self._factories: MutableMapping[str, Callable[..., T]] = {}
         self.former: MutableMapping[str, str] = {}
-        """Names of before, which are still taken, and today's."""
+        """Former names that are still accepted, with today's names."""
 
     def register(
         self, name: str, *, formerly: str | None = None

@@ -40,14 +40,14 @@ class _Step(NamedTuple):
     """A decode step of `n` tokens, with its inputs (n,) and (n, 1)."""
 
     slots: Tensor
-    """Of the tokens: a slot may have several, one after the other."""
+    """Each token's slot; a slot may have several consecutive tokens."""
     positions: Tensor
-    """Of the tokens in their slots."""
+    """Each token's position in its slot."""
     rotary: Tensor
-    """The positions of rotary embeddings, which behind an image are others."""
+    """Each token's rotary position, which differs from its position after an image."""
     ids: Tensor
     hidden: Tensor | None
-    """What the output head reads, (n, width), if that is noted."""
+    """The output head's input, (n, width), if it is recorded."""
     replayed: ReplayedStep
 
 

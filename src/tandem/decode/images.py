@@ -26,9 +26,9 @@ class ImagePrompt:
 
     ids: tuple[int, ...]
     keys: tuple[int, ...]
-    """The same, but negative numbers where an image is; equal ones mean equal images."""
+    """The same ids with negative numbers for images; equal numbers mean equal images."""
     inputs: Mapping[str, "npt.NDArray[np.generic]"]
-    """What the processor made beside the ids, by the names of the model's arguments."""
+    """The processor's other outputs, by the model's argument names."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors in the form that the model takes."""
@@ -41,11 +41,11 @@ class _Shown:
 
     prompt: ImagePrompt
     positions: Tensor
-    """(kinds of positions, n_tokens) for rotary embeddings"""
+    """(kinds of positions, n_tokens), for rotary embeddings."""
     delta: int
-    """What is added to a later token's number for its position."""
+    """A later token's rotary position minus its index."""
     is_image: Tensor
-    """(n_tokens,) bool"""
+    """Whether each token belongs to an image: (n_tokens,) bool."""
     features: ImageFeatures | None = None
 
     def positions_of(self, segment: Segment) -> Tensor:

@@ -46,9 +46,9 @@ class ModelRunner:
         With `threads`, prompts are native. `notes_hidden` is as for `hidden`.
         """
         self.hidden: Tensor | None = None
-        """What the latest forward gave to the output head, (b, n_tokens, width), if that is noted.
+        """The output head's input in the latest forward, (b, n_tokens, width), if it is recorded.
 
-        Of a model with several residual streams, all of them, before they are mixed.
+        With several residual streams it contains all of them, before they are mixed.
         """
         self._notes_hidden = notes_hidden
         self._noted: nn.Module | None = None
@@ -60,7 +60,7 @@ class ModelRunner:
         self._takes_rows = _looks_for_embeddings(model)
         self._cache_argument = cache_argument(model)
         self.keeps_logits = takes_logits_to_keep(model)
-        """Whether logits can be asked for some of the tokens alone."""
+        """Whether the model can compute logits for selected tokens only."""
 
     @property
     def executor(self) -> Executor | None:

@@ -131,7 +131,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
         self._held: list[list[int]] = [[] for _ in range(self.num_slots)]
         self._images = SlotImages(runner.model)
         self.hidden: Tensor | None = None
-        """What the output head read of the latest forward's tokens, (n_tokens, width)."""
+        """The output head's input for the latest forward's tokens, (n_tokens, width)."""
         self.on_hidden: OnHidden | None = None
 
     @property

@@ -25,7 +25,7 @@ class _Table(NamedTuple):
 
     layer: int
     number: int | None
-    """Of the layer among those on a disk; None: its experts are in memory."""
+    """The layer's number among those on the disk; None if its experts are in memory."""
     experts: Tensor  # (vocabulary, experts of a token)
 
 

@@ -12,13 +12,13 @@ class DeviceKind:
 
     help: str
     machine = ""
-    """The module whose `device_parts` makes its parts for a loaded model; none for the CPU."""
+    """The module whose `device_parts` builds its parts for a loaded model; empty for the CPU."""
     holds_dense_parts = False
-    """Whether all of the model but its experts lies in the device's memory too."""
+    """Whether the device's memory also holds all of the model except its experts."""
     is_in_host_memory = False
-    """Whether its memory is the host's."""
+    """Whether its memory is host memory."""
     has_graphs = False
-    """Whether a decode step may be one graph; else all steps are planned."""
+    """Whether decode steps may run as one graph; otherwise every step is planned."""
 
     def require(self) -> None:
         """Raise `CapacityError` if the machine has no such device."""

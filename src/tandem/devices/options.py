@@ -33,9 +33,9 @@ class OffloadOptions:
         "link_bandwidth", "emulated_speed", "decode_graph", "profile", "start_content",
         "assignment", "eviction", "prediction", "look_ahead", "residuals", "prefetch_count", "pool",
     )  # fmt: skip
-    """Options that few need."""
+    """Options that few users need."""
     planner: ClassVar[type[PlannerSettings]] = PlannerSettings
-    """What knows the names of policies."""
+    """The class that knows the names of policies."""
     expert_dtype: str = option(
         "auto",
         help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
@@ -116,12 +116,12 @@ class OffloadOptions:
     )
     pool: str = option("by-layer", help="how slots are shared over layers", choices=POOLS)
     prefetch: str = "pays"
-    """Which predicted experts are copied ahead."""
+    """Which predicted experts to prefetch."""
     context: int | None = None
-    """Tokens of a sequence whose keys and values find room beside experts over a disk; None: a
-    usual conversation's."""
+    """Tokens per sequence for which memory over a disk reserves room in the KV cache; None: those
+    of a typical conversation."""
     sequences: int = 1
-    """How many such sequences there are at once."""
+    """The number of such sequences at a time."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""

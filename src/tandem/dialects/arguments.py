@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 Schemas = Mapping[str, Mapping[str, object]]
-"""What tools take, by their names."""
+"""The schemas of tools' arguments, by tool name."""
 NAMESPACE = "]<]minimax[>["
-"""Stands before each tag of MiniMax M3, so that no text is one."""
+"""Precedes each tag of MiniMax M3, to keep tags distinct from text."""
 _TAG = re.compile(re.escape(NAMESPACE) + r"<(/?)([^<>]+)>")
 _SPACE = re.compile(r"[\s,]*")
 
@@ -20,9 +20,9 @@ class Argument(NamedTuple):
     key: str
     text: str
     kind: str | None
-    """What its tag says that it is; None: the tool's schema knows."""
+    """The type in its tag; None: the type is in the tool's schema."""
     end: int
-    """Where in the text it ends."""
+    """The offset of its end in the text."""
 
 
 def tagged(text: str, tag: "re.Pattern[str]", first: int = 0) -> Iterator[Argument]:

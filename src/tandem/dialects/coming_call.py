@@ -35,7 +35,7 @@ class Call:
 
     name: str
     arguments: str
-    """JSON text, as far as it has come."""
+    """JSON text, as far as it has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class AnswerPart:
     reasoning: str = ""
     call: Call | None = None
     arguments: str = ""
-    """More of the latest call's arguments."""
+    """The next part of the latest call's arguments."""
 
 
 class ComingCalls:

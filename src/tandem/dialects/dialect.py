@@ -14,7 +14,7 @@ Fields = Mapping[str, object]
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
-"""Hermes' marks, which grammars rule calls by."""
+"""Hermes' marks; grammars constrain the calls between them."""
 # Skipped text: a region that ends where it begins.
 _EMPTY = {"close_pattern": r"(?=[\s\S])", "content": "text", "repeats": True}
 _NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -25,20 +25,20 @@ class WrittenCall:
     """The texts of which a call consists, for a grammar."""
 
     opening: str
-    """From here on a text is a call."""
+    """The text that begins a call."""
     before_name: str = ""
     after_name: str = ""
     closing: str = ""
     argument: tuple[str, str, str] | None = None
-    """What stands before, in and after a key with its value; None: the arguments are JSON."""
+    """The texts before, within and after a key with its value; None: arguments are JSON."""
     is_object: bool = False
     """Whether name and arguments are fields of one JSON object."""
     is_numbered: bool = False
-    """Whether a colon and the call's number follow its name."""
+    """Whether the name is followed by a colon and the call's number."""
     around: tuple[str, ...] = ()
     """Marks that may stand before and after calls."""
     unless: tuple[str, ...] = ()
-    """Texts in a chat template that show another form."""
+    """Texts that, in a chat template, show that the model writes another form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,34 +47,36 @@ class Dialect:
 
     name: str
     marks: tuple[tuple[str, ...], ...]
-    """Texts by which a chat template is known: all of one of these groups."""
+    """Texts that identify a chat template: all texts of one of these groups."""
     calls: Fields
     """The response template's field of calls."""
     values: Values = "json"
     tag: str = ""
-    """A pattern of one argument, with groups `key` and `value`, and `type` if the tag tells it."""
+    """A pattern of one argument with groups `key` and `value`, and `type` if the tag has one."""
     opening: str = ""
-    """What a call begins with, to be shown again where one turns out to be none."""
+    """The beginning of a call, which is written back if no call follows."""
     think: str = THINK
     end_think: str = END_THINK
     after_thought: str = ""
-    """What follows the mark that ends reasoning, where that is no empty line."""
+    """The text after the end-of-reasoning mark, if it is not an empty line."""
     thinks_by: str = ""
-    """What shows that a chat template reasons, where the mark itself does not stand in it."""
+    """A text by which a chat template shows that the model reasons, if it does not contain the
+    mark."""
     thoughts: Fields | None = None
-    """The response template's field of reasoning; None: what stands between the two marks."""
+    """The response template's field of reasoning; None: the text between the two marks."""
     around: str | None = None
-    """A pattern of what stands around calls and is no text; read over if there are tools."""
+    """A pattern of text around calls, which is skipped if there are tools."""
     beside: str | None = None
-    """A pattern of what is no text in any answer."""
+    """A pattern of text that is skipped in every answer."""
     written: WrittenCall | None = None
-    """What a grammar of free answers rules calls by; None: none does, or Hermes' own."""
+    """The call form for grammars of free answers; None: Hermes' own, or no grammar."""
     answers_after: str = ""
-    """What an answer that a grammar rules begins after."""
+    """The text after which a constrained answer begins."""
     tools_text: str | None = None
-    """How tools are described, where a template writes calls and describes none; with {tools}."""
+    """A description of the tools, with {tools}, for templates that write calls but describe no
+    tools."""
     special: frozenset[str] = field(default_factory=frozenset)
-    """Marks that may be special tokens, which texts leave out unless they are asked for."""
+    """Marks that may be special tokens, which the text omits unless requested."""
 
     @property
     def closing(self) -> str:

@@ -56,9 +56,9 @@ class ChatPrompt:
     text: str
     ids: list[int]
     is_thinking: bool
-    """Whether the template has opened the reasoning already."""
+    """Whether the template has already opened the reasoning."""
     images: "ImagePrompt | None" = None
-    """Its images, once the model's processor has written them; then `ids` are theirs."""
+    """The images, after the model's processor has written them; `ids` are then its ids."""
 
 
 class ChatFormat:

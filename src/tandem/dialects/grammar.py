@@ -95,7 +95,7 @@ class CallForm:
 
     opening: str
     closing: str
-    """What stands around {"name": ..., "arguments": ...}."""
+    """`opening` and `closing` surround {"name": ..., "arguments": ...}."""
     special: frozenset[str] = frozenset()
 
     def mark(self, text: str) -> str:

@@ -16,7 +16,7 @@ class DescribedTool(NamedTuple):
     name: str
     schema: Mapping[str, object]
     is_strict: bool
-    """Whether arguments that its schema cannot rule must not come."""
+    """Whether to forbid arguments that a grammar of the schema cannot constrain."""
 
 
 def calls_or_json(

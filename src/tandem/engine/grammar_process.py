@@ -24,7 +24,7 @@ from tandem.engine.helper import Limits, answer_in_fork, jobs, read
 from tandem.foreign_types import Tokenizer
 
 GrammarJob = Callable[[], str | None]
-"""Writes a grammar (None: it cannot be ruled); pickled by name."""
+"""Returns the grammar, or None if it cannot be written; pickled by name."""
 # The model's threads have priority.
 _NICENESS = 10
 
@@ -33,7 +33,7 @@ class Tables(NamedTuple):
     """The inputs from which a tokenizer's tables are built."""
 
     tokenizer: str | None
-    """As the tokenizers library writes it; None: it has none of its kind."""
+    """The tokenizer in the tokenizers library's format; None if it is of another kind."""
     vocabulary: int
     end_ids: tuple[int, ...]
 
@@ -68,7 +68,7 @@ class Writer(NamedTuple):
 
     data: bytes
     key: bytes
-    """Equal ones write the same grammar."""
+    """Requests with equal keys have the same grammar."""
 
     @classmethod
     def of(cls, job: GrammarJob) -> "Writer":

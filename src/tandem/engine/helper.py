@@ -28,7 +28,7 @@ class Limits(NamedTuple):
     processor_seconds: float
     wall_seconds: float
     memory_bytes: int
-    """Beside what the helper has."""
+    """Memory beyond what the helper already uses."""
 
 
 class Job(Protocol):

@@ -45,13 +45,14 @@ class EngineSettings:
     has_replay: bool = True
     speculate: str = "auto"
     load_drafting: Callable[[Tokenizer], DraftSources] = no_drafting
-    """Returns what drafts for a model with this tokenizer; pickled by name."""
+    """Returns the drafters for a model with this tokenizer; pickled by name."""
     max_gap: float | None = None
-    """Seconds that streams wait for prompts at most; None: whatever a chunk takes."""
+    """The longest pause of a stream while prompts are computed, in seconds; None: one full
+    chunk."""
     is_isolated: bool = False
-    """Whether requests have owners, so that nothing is drafted from earlier answers."""
+    """Whether requests have owners, so that drafts never use earlier answers."""
     kept_prefixes: KeptPrefixes | None = None
-    """Where beginnings of prompts are kept on disk; None: nowhere."""
+    """Where prompt prefixes are kept on disk; None: nowhere."""
 
 
 class Submit(NamedTuple):
@@ -59,7 +60,7 @@ class Submit(NamedTuple):
 
     request: Request
     images: bytes | None = None
-    """Its `ImagePrompt`, pickled: the HTTP side, which hands it on, has no torch."""
+    """The request's `ImagePrompt`, pickled, because the HTTP side that forwards it has no torch."""
 
 
 class Cancel(NamedTuple):
@@ -88,15 +89,15 @@ class ModelInfo:
     """Tokens that end an answer."""
     context: int | None
     max_running: int
-    """As many requests as the model lets run at a time."""
+    """The most requests that the model runs at a time."""
     num_layers: int
     """MoE layers."""
     num_experts: int
     device: str
     why_padded: str | None
-    """Why requests run one after another; None: they run together."""
+    """The reason why requests run one after another; None: they run together."""
     why_no_images: str | None
-    """Why requests with images are refused; None: the model takes them."""
+    """The reason why requests with images are refused; None: the model takes images."""
 
 
 class Ready(NamedTuple):
@@ -117,7 +118,7 @@ class Failed(NamedTuple):
     request_ids: list[int]
     message: str
     is_theirs: bool = False
-    """Whether it is for what they asked."""
+    """Whether the requests themselves caused the failure."""
 
 
 class Alive(NamedTuple):
@@ -150,8 +151,8 @@ class EngineStatistics:
         0.0, help="seconds for which steps waited for experts on the disk"
     )
     draft_saved_bytes: int = 0
-    """Expert weights that were not read, as drafted tokens shared experts, less what only rejected
-    ones touched."""
+    """Expert weights that drafting saved because drafted tokens shared experts, minus the weights
+    that only rejected tokens used."""
     slots: int = 0
     disk_bytes: int = 0
     memory_bytes: dict[str, int] = field(default_factory=dict)

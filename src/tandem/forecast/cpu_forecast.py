@@ -15,7 +15,7 @@ class ProfileForecast(Forecast):
 
     profile: str
     costs_of: str
-    """The shape in the profile whose times were taken, in proportion to bytes."""
+    """The profile's shape whose times were scaled by bytes."""
 
 
 def forecast_from_profile(sizes: ModelSizes, profile: HardwareProfile) -> ProfileForecast | str:

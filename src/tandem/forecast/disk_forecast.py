@@ -24,13 +24,13 @@ class SlotsOverDisk:
     """The host slots of a model whose other experts are on the disk."""
 
     share: float
-    """Of each layer's experts."""
+    """The share of each layer's experts that memory holds."""
     num_slots: int
-    """In all layers."""
+    """The number of slots of all layers."""
     num_bytes: int
-    """Of these, and of those that layers share."""
+    """Bytes of all slots, transit slots included."""
     is_given: bool = False
-    """Whether options say how much memory experts take, and not what is free."""
+    """Whether options set the memory for experts; otherwise it is the free memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class DiskForecast:
 
     disk: DiskCosts
     hit_rate: float
-    """Of the experts that decode steps use, those that are in memory."""
+    """The share of experts used by decode steps that are in memory."""
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float

@@ -31,7 +31,7 @@ class Driver(NamedTuple):
 
     version: str | None = None
     pcie_generation: int | None = None
-    """That GPU and board can have; an idle link runs slower to save power."""
+    """The highest that GPU and board support; an idle link runs slower to save power."""
     lanes: int | None = None
     most_lanes: int | None = None
 

@@ -48,15 +48,15 @@ class GpuForecast(Forecast):
 
     profile: str
     costs_of: str
-    """The shape in the profile whose times were taken, in proportion to bytes."""
+    """The profile's shape whose times were scaled by bytes."""
     hit_rate: float
-    """Of the active experts, those that ran from the device's memory without a copy."""
+    """The share of active experts that ran from device memory without a copy."""
     host_path: str | None
-    """Whose host costs are in the times; None: the profile knows of none."""
+    """The path whose host costs the times include; None: the profile has none."""
     assignment: str
-    """Who computes what in decode steps of one token."""
+    """The assignment in decode steps of one token."""
     rules: str
-    """The same in words, of all decode steps."""
+    """The assignment in all decode steps, in words."""
 
 
 def machine_for(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:

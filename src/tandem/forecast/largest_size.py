@@ -24,12 +24,13 @@ class SizeProposal:
 
     asked_tokens_per_second: float
     num_bytes: int
-    """Of the packed model: the largest that is fast enough, or the smallest that there is."""
+    """Size of the packed model: the largest that is fast enough, otherwise the smallest
+    possible."""
     bits_per_weight: float
     tokens_per_second: float | None
-    """As forecast; None: it does not fit, or is not forecast."""
+    """The forecast; None if the model does not fit or has no forecast."""
     reason: str
-    """Why no size is proposed; empty: this one is."""
+    """The reason why no size is proposed; empty if one is."""
 
     @property
     def size(self) -> str:

@@ -41,27 +41,27 @@ class Plan:
     sizes: ModelSizes
     context_tokens: int
     process_bytes: int
-    """Of the program itself: Python, torch, Transformers."""
+    """Memory of the process without the model: Python, torch, Transformers."""
     available_bytes: int
     device: str
     gpu_bytes: dict[str, int]
     gpu_available_bytes: int
-    """Of the device, before the model is there; 0 without one."""
+    """Free device memory before the model is loaded; 0 without a device."""
     expert_slots: int
     speed: AnyForecast | str
-    """Measured on this CPU, simulated with a GPU, or why there is none."""
+    """The speed, measured on this CPU or simulated with a GPU; or the reason why it is unknown."""
     can_be_packed: bool
-    """Whether it is not packed yet."""
+    """Whether the model is not packed yet."""
     slots_over_disk: SlotsOverDisk | None = None
-    """Of a packed model that does not fit."""
+    """The host slots of a packed model that does not fit in memory."""
     from_disk: DiskForecast | None = None
-    """Its speed; None where the CPU's or the disk's was not measured."""
+    """The speed with experts on the disk; None if the CPU or the disk was not measured."""
     sequences: int = 1
-    """How many are at the context at once."""
+    """The number of sequences, each as long as the context."""
     draft: ModelSizes | None = None
-    """Of a small model that drafts, on the CPU."""
+    """The sizes of a draft model on the CPU."""
     image_tokens: int = 0
-    """Of the images of one prompt."""
+    """Image tokens of one prompt."""
 
     @property
     def contexts(self) -> list[int]:

@@ -65,43 +65,43 @@ class ModelSizes:
     """The text model's Transformers config."""
     experts_bytes: int
     expert_image_bytes: int
-    """Bytes of the largest expert, which is what a slot takes."""
+    """Bytes of the largest expert, the size of a slot."""
     expert_formats: tuple[str, ...]
     num_experts: int
-    """Of all MoE layers together; a dense model has none."""
+    """Experts of all MoE layers together; 0 for a dense model."""
     moe_layers: tuple[int, ...]
-    """The numbers of the layers that hold experts."""
+    """The indices of the layers with experts."""
     num_layers: int
     dense_bytes: dict[str, int]
-    """By part, as the options pack them."""
+    """Bytes of each dense part, in the formats that the options ask for."""
     plain_dense_bytes: dict[str, int]
-    """The same with nothing packed."""
+    """Bytes of each dense part if nothing is packed."""
     host_bytes: int
-    """Of the dense parts, what stays in host memory beside a GPU: embeddings."""
+    """Bytes of the dense parts that stay in host memory beside a GPU: embeddings."""
     device_bytes: int
-    """Of the dense parts, what is on a GPU."""
+    """Bytes of the dense parts that are on a GPU."""
     dense_layers_with_codes: int
-    """Linear layers that are quantised in the checkpoint and keep their codes."""
+    """Linear layers that keep the codes of a quantised checkpoint."""
     dense_format: str
-    """The format of most of the linear layers, "none" if they are as loaded."""
+    """The format of most linear layers; "none" if they stay as loaded."""
     dense_layers_without: int
-    """Linear layers that are quantised in the checkpoint and are dequantised."""
+    """Linear layers that are quantised in the checkpoint and get dequantised."""
     kv: KvSizes
-    """Of keys and values on the CPU."""
+    """The KV cache's sizes on the CPU."""
     device_kv: KvSizes
-    """Of keys and values on a GPU, where a latent is kept once."""
+    """The KV cache's sizes on a GPU, which stores a latent once."""
     state_bytes: int
-    """Of the states that one sequence has beside keys and values, whatever its length."""
+    """Bytes of one sequence's states (not keys and values), at any length."""
     are_experts_mapped: bool = False
-    """Whether experts stay where the checkpoint's files are mapped, on small pages."""
+    """Whether experts stay in the mapped files of the checkpoint, on small pages."""
     disk_table_bytes: int = 0
-    """Bytes of tables that stay on the disk; not among the dense bytes."""
+    """Bytes of tables that stay on the disk; not in `dense_bytes`."""
     by_token: tuple[int, ...] = ()
-    """Which of the layers that hold experts are routed by token, counted from 0."""
+    """The indices, among layers with experts, of those that are routed by token."""
     mixer_token_bytes: int = 0
-    """What a token's activations take in a layer that mixes tokens by states, at most."""
+    """The most bytes that a token's activations take in a layer with recurrent states."""
     vision: PreTrainedConfig | None = None
-    """The config of the tower that reads images, if the model has one."""
+    """The config of the vision tower, if the model has one."""
 
     def within(
         self, available_bytes: int, expert_memory_bytes: int | None, device_bytes: int | None

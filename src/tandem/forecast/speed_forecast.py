@@ -66,13 +66,13 @@ class Forecast:
 class SpeedForecast(Forecast):
     """The forecast for the CPU, and how many layers it was measured on.
 
-    "First" is what a user sees right after loading: nothing is prepared, and steps are recorded.
+    "First" means right after loading: nothing is warmed up, and decode steps are still recorded.
     """
 
     measured_layers: int
     first_prefill_seconds: float
     first_tokens_seconds: float
-    """Of the first `FIRST_TOKENS` decode steps together."""
+    """Total time of the first `FIRST_TOKENS` decode steps."""
 
     @property
     def first_tokens_per_second(self) -> float:

@@ -40,9 +40,9 @@ class _Facts(NamedTuple):
 
     wsl: int | None
     setting: str | None
-    """`memory` of a .wslconfig."""
+    """The setting `memory` of .wslconfig."""
     pages: str | None
-    """How programs may have huge pages; None: the kernel has none, or hides it."""
+    """The mode of transparent huge pages; None: the kernel has none, or hides it."""
 
 
 # (condition, finding). Texts may contain the facts `total`, `advice` and `keep`.

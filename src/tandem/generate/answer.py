@@ -11,21 +11,21 @@ class Answer:
     """One generated answer and how long it took."""
 
     text: str
-    """Without special tokens and without the stop string that ended it."""
+    """Text without special tokens and without the stop string."""
     token_ids: list[int]
-    """All new tokens, the end-of-sequence token included."""
+    """All new tokens, including the end-of-sequence token."""
     prompt_tokens: int
     time_to_first_token_seconds: float
     decode_seconds: float
-    """From the first token to the last."""
+    """Time from the first token to the last."""
     finish_reason: FinishReason
     """"stop": end-of-sequence token or stop string; "length": a limit; "interrupted": Ctrl-C."""
     reused_tokens: int = 0
-    """Prompt tokens that an earlier answer had left in the KV cache."""
+    """Prompt tokens whose keys and values were already in the KV cache."""
     drafted_tokens: int = 0
     """Tokens that were drafted and verified."""
     accepted_tokens: int = 0
-    """Of them, those that the answer has."""
+    """Drafted tokens that were accepted."""
 
     @property
     def is_interrupted(self) -> bool:

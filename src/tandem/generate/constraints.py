@@ -31,7 +31,7 @@ class Constraint(Protocol):
 
 
 FollowGrammar = Callable[[str], Constraint]
-"""Returns what keeps an answer to a grammar, from its beginning."""
+"""Returns a constraint that makes an answer follow a grammar."""
 
 
 def no_grammars(grammar: str) -> Constraint:

@@ -110,10 +110,11 @@ class Generator:
             shares_answers=shares_answers,
         )  # fmt: skip
         self.speculation = new_speculation(speculate, parts)
-        """What drafts tokens for all requests; None: nothing does."""
+        """The drafters for all requests; None: no drafting."""
         self._has_tried_slots = False
         self.why_padded: str | None = None
-        """Why prompts run padded, on Transformers' caches; None: they do not, or not tried yet."""
+        """Why prompts run padded on Transformers' caches; None: they do not, or none has run
+        yet."""
         self._pool: SlotPool | None = None
         self._latest_pool: SlotPool | None = None
         self._batch: Batch | None = None

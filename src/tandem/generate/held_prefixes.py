@@ -41,7 +41,7 @@ class HeldPrefixes:
         self._num_written = [0] * pool.num_slots
         self._owners = [b""] * pool.num_slots
         self.num_read_tokens = 0
-        """Tokens whose keys and values came from disk."""
+        """Tokens whose keys and values were read from disk."""
 
     def take(self, request: Request, free: Sequence[int], oldest: int) -> tuple[int, int]:
         """Choose one of the free slots; return it and how much of the prompt it then holds.

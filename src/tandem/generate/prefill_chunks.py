@@ -28,7 +28,7 @@ class ChunkPart(NamedTuple):
 
     running: Running
     end: int
-    """How many tokens of the prompt are done afterwards."""
+    """The number of prompt tokens done after this chunk."""
 
 
 class PrefillChunks:

@@ -18,7 +18,8 @@ class Message(TypedDict):
 
     role: str
     content: str | list[Mapping[str, object]]
-    """Text; or parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}."""
+    """Text, or a list of parts: {"type": "text", "text": ...} and {"type": "image", "image":
+    ...}."""
 
 
 def encode_messages(

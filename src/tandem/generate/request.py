@@ -15,28 +15,28 @@ class Request:
     """A generation request: APIs fill it, the engine process takes it and the scheduler runs it."""
 
     request_id: int = 0
-    """By which token outputs name it; given by who submits it."""
+    """Identifies the request in token outputs; the submitter assigns it."""
     prompt: tuple[int, ...]
     options: SamplingOptions = field(default_factory=SamplingOptions)
     images: "ImagePrompt | None" = None
-    """The images of the prompt, which is then `images.ids`."""
+    """The images of the prompt; `prompt` is then `images.ids`."""
     grammar: str | None = None
-    """What the answer follows, as the grammar library writes it; None: any text."""
+    """The grammar of the answer in the grammar library's format; None allows any text."""
     thinking: ThinkingLimit | None = None
     num_top_logprobs: int | None = None
-    """None: no log-probabilities; else how many alternatives beside each token's own."""
+    """The number of alternatives with each token's log-probability; None: no log-probabilities."""
     has_prompt_logprobs: bool = False
-    """Whether the prompt's tokens have log-probabilities too; then none of it is reused."""
+    """Whether prompt tokens have log-probabilities too; no prefix is reused then."""
     is_prompt_only: bool = False
-    """Whether it ends before its first token: the prompt alone is computed."""
+    """Whether the request ends before its first token: only the prompt is computed."""
     keeps_special: bool = False
-    """Whether special tokens show in the text, for a program that parses it."""
+    """Whether the text contains special tokens, for programs that parse it."""
     may_speculate: bool = True
-    """Whether tokens may be drafted and verified together; the answer is the same."""
+    """Whether speculative decoding is allowed; it does not change the answer."""
     priority: int = 0
-    """Requests of a lower number go first."""
+    """Requests with lower numbers run first."""
     owner: bytes = b""
-    """Whose it is: nothing is reused of what another owner's requests have left."""
+    """The owner: nothing that other owners' requests left is reused."""
 
     @property
     def keys(self) -> tuple[int, ...]:

@@ -28,20 +28,20 @@ class Running:
     history: list[int]
     reused_tokens: int
     num_done: int
-    """Prompt tokens that the slot holds."""
+    """Prompt tokens whose keys and values the slot holds."""
     end_ids: frozenset[int]
     constraints: Sequence[Constraint]
     on_disk: list[tuple[int, bytes]] = field(default_factory=list)
-    """The prompt's next segments that are on disk: their first tokens and their keys."""
+    """The prompt's next segments on disk: (first token, key)."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """Of the prompt's tokens so far, until they are reported."""
+    """Log-probabilities of the prompt's tokens so far, until they are reported."""
     generated: int = 0
     drafted: int = 0
-    """Drafted tokens that were verified; `accepted` of them are the answer's."""
+    """Drafted tokens that were verified."""
     accepted: int = 0
     finish_reason: FinishReason | None = None
     is_alone: bool = False
-    """Whether its prompt is computed alone, as a forward with others' tokens has failed."""
+    """Whether the prompt must run alone because a forward shared with other requests failed."""
 
     def take(self, token: int) -> str:
         """Append a token; return the text that is now certain."""

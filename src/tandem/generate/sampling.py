@@ -39,7 +39,7 @@ class SamplingRule:
 
     repetition_penalty: float | None = None
     temperature: float = 0.0
-    """0 takes the best token; the steps below belong to sampling."""
+    """0 selects the most likely token (greedy); the fields below apply only to sampling."""
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -77,15 +77,15 @@ class SamplingOptions:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer like end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Whether the model's end-of-sequence tokens do not end an answer."""
+    """Whether generation continues after end-of-sequence tokens."""
     min_tokens: int = 0
-    """Before so many tokens, neither a token nor a stop string ends an answer."""
+    """The least number of tokens before a token or a stop string may end the answer."""
     presence_penalty: float = 0.0
-    """Taken from the score of every token that the answer has already."""
+    """Subtracted from the score of every token that the answer already contains."""
     frequency_penalty: float = 0.0
-    """Taken once for each time that the answer has it."""
+    """Subtracted from a token's score for each occurrence in the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the scores of tokens, by id."""
+    """(token id, value added to its score)"""
 
     def __post_init__(self) -> None:
         """Check every range; `ConfigError` names the field, the value and what is expected."""

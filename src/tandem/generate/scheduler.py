@@ -70,7 +70,7 @@ class Scheduler:
             speculation.follow(pool)
         self._last_used = [0.0] * pool.num_slots
         self.prefixes = HeldPrefixes(pool, files)
-        """What slots hold; what of it is kept on disk is written between steps."""
+        """The prefixes that slots hold; those to keep on disk are written between steps."""
         self._chunks = PrefillChunks(
             model, pool, self.prefixes, pace, chunk_tokens=chunk_tokens,
             merges_prompts=merges_prompts,

@@ -11,7 +11,7 @@ class StopStrings:
         self._strings = tuple(strings)
         self._held = ""
         self.met: str | None = None
-        """The string that ended the text."""
+        """The stop string that ended the text."""
 
     @property
     def is_met(self) -> bool:

@@ -24,9 +24,9 @@ class ThinkingLimit:
     begin: str
     end: str
     closing: str
-    """What is written for the model to end its reasoning; holds `end`."""
+    """The text, including `end`, that is inserted to end the model's reasoning."""
     has_begun: bool
-    """Whether the prompt has opened the reasoning."""
+    """Whether the prompt has already opened the reasoning."""
 
 
 class BoundedThinking:

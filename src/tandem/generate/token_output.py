@@ -23,18 +23,18 @@ class TokenOutput(NamedTuple):
     request_id: int
     text: str = ""
     token_id: int | None = None
-    """None: the request asked for none, and this is its end."""
+    """The token; None ends a request that asked for no tokens."""
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
-    """None: it goes on."""
+    """None while the request continues."""
     generated_tokens: int = 0
     reused_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """Of all the prompt's tokens, with the first token output of a request that asked for them."""
+    """Log-probabilities of the whole prompt, in the first token output, if they were requested."""
     stop_string: str | None = None
-    """The stop string that ended the answer, with its last token output."""
+    """The stop string that ended the answer, in the last token output."""
 
 
 class Failure(NamedTuple):

@@ -37,7 +37,7 @@ class Checkpoint:
     config: JsonObject
     files: TensorFiles
     may_run_code: bool = False
-    """Whether the user lets code run that comes with the model."""
+    """Whether the user allows code that comes with the model to run."""
 
     @property
     def quantization(self) -> JsonObject | None:

@@ -25,8 +25,8 @@ QUANT_METHOD = "tandem"
 # Version of packed files. Any change of the layout or the meaning of bytes increases it.
 PACKED_FORMAT_VERSION = 4
 _READABLE_VERSIONS = (2, 3, 4)
-"""In 2 experts lie without gaps, at any place of the file; up to 3 each number of IQ2 and IQ3 had a
-code of its own."""
+"""In version 2, experts lie without gaps at any offset; up to version 3, each number of IQ2 and IQ3
+had its own code."""
 _FIRST_WITH_GRIDS = 4
 
 _DTYPES = {
@@ -111,20 +111,21 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
 
     quant_method: str = dataclasses.field(default=QUANT_METHOD, init=False)
     dense_dtype: str = "none"
-    """Linear layers: "none" (as loaded), "int8", "int4", "bf16" or another packed
-    format; "auto": those that the checkpoint has quantised keep their codes, and the others are
-    int8 if the experts (a dense model's linear layers) are quantised, else as loaded."""
+    """The format of linear layers: "none" (as loaded), "int8", "int4", "bf16" or another packed
+    format. "auto" keeps the codes of layers that the checkpoint has quantised, and stores the
+    others as int8 if the experts (a dense model's linear layers) are quantised, otherwise as
+    loaded."""
     isa: str | None = None
-    """Instruction set of the CPU kernels; None takes the best that the processor has."""
+    """Instruction set of the CPU kernels; None selects the processor's best."""
     cache_dir: str | None = None
-    """Where profiles, heat and residuals are kept; None is `~/.cache/tandem`."""
+    """The folder of profiles, heat and residuals; None is `~/.cache/tandem`."""
     packed_format: int | None = None
-    """Version of the packed files; only set in checkpoints that `tandem.save` wrote."""
+    """Version of the packed files; set only in checkpoints written by `tandem.save`."""
     expert_formats: list[str] | None = None
-    """The format of each MoE layer in place of `expert_dtype`: of packed checkpoints whose layers
-    differ, and of recipes for `tandem.pack`."""
+    """The format of each MoE layer, replacing `expert_dtype`: for packed checkpoints whose layers
+    differ, and for recipes of `tandem.pack`."""
     dense_formats: dict[str, str] | None = None
-    """By path, linear layers in another format than `dense_dtype`, or "none", and embeddings."""
+    """By path: linear layers in another format than `dense_dtype`, or "none"; and embeddings."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""

@@ -39,7 +39,7 @@ _LEAST_ROWS = 4
 _READ_BY_HEAD = ("kv_b_proj",)
 
 Place = Callable[[DenseWeight, torch.dtype, Tensor | None], nn.Module]
-"""Makes the layer of a weight, of its values' dtype and the order of its inputs."""
+"""Builds the layer from a weight, its original dtype and the order of its inputs."""
 
 
 def pack_dense_layers(model: PreTrainedModel, dense_dtype: str, threads: CpuThreads) -> int:
@@ -216,7 +216,7 @@ def is_tower(path: str) -> bool:
 
 
 LinearAt = tuple[str, nn.Module, str, nn.Linear]
-"""A linear layer with its path, its parent and its name there."""
+"""(path, parent module, name in the parent, linear layer)"""
 
 
 def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[LinearAt]:

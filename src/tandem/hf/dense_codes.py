@@ -86,7 +86,7 @@ class DenseCodes:
         self._tied: dict[str, str] = {}
         self._matrices: dict[str, PackedMatrix] = {}
         self._orders: dict[str, Tensor] = {}
-        """Of inputs, where a checkpoint has columns in another order."""
+        """The input order of each weight whose columns the checkpoint reorders."""
 
     def expect(self, formats: Mapping[str, WeightFormat | None], tied: Mapping[str, str]) -> None:
         """Keep the codes of these layers, by weight, in these formats.

@@ -28,13 +28,13 @@ class KvSizes(NamedTuple):
     """Bytes of keys and values on the CPU, where layers with a window keep only the last tokens."""
 
     layers: tuple[tuple[str, int], ...]
-    """Each layer's kind, and a token's bytes in it; one with compressed keys is there twice."""
+    """(kind, bytes of a token) for each layer; a layer with compressed keys has two entries."""
     window: int
-    """Positions that layers with a window see; 0: there are none."""
+    """Positions that layers with a window see; 0: no windows."""
     has_compressed: bool = False
-    """Whether some layers have compressed keys beside it."""
+    """Whether some layers have compressed keys besides a window."""
     expanded: tuple[int, ...] = ()
-    """Bytes of a token in each layer whose latents a prompt's attention expands on the CPU."""
+    """Bytes per token of each layer whose latents a prompt's attention expands on the CPU."""
 
     @property
     def token_bytes(self) -> int:

@@ -31,12 +31,13 @@ class StoreWriter:
     def __init__(self, sink: LayerSink | None) -> None:
         """Pass complete layers to `sink`, if there is one."""
         self.layers: dict[str, HostLayer] = {}
-        """By the names of the experts modules."""
+        """The layers, by the name of their experts module."""
         self.exact: set[str] = set()
-        """Names of the parameters that are to come as the codes of a source."""
+        """Names of the parameters to load as a source's codes, without rounding."""
         self.dense = DenseCodes()
         self.bytes_to_forget = 0
-        """Of quantised experts, which come first: as many as do not fit beside the model."""
+        """Bytes of quantised experts to drop from the page cache: as many as do not fit beside the
+        model."""
         self.error: TandemError | None = None
         self._sink = sink
 
@@ -86,18 +87,18 @@ class LoadJob:
 
     options: OffloadConfig
     source: Source | None = None
-    """The quantised checkpoint that is read; None: Transformers reads the weights by itself."""
+    """The quantised checkpoint to read; None: Transformers reads the weights."""
     sink: LayerSink | None = None
-    """Where `tandem.pack` puts the experts."""
+    """Where `tandem.pack` writes the experts."""
     entries: Mapping[str, TensorEntry] | None = None
-    """The tensors of the checkpoint's safetensors files; None: as Transformers finds them."""
+    """The tensors of the checkpoint's safetensors files; None: Transformers finds them."""
     device: torch.device | None = None
-    """Where the dense parts go in the end; None: where the options and the device map say."""
+    """The final device of the dense parts; None: as options and device map say."""
     is_read_afterwards: bool = False
-    """Whether the caller brings the pages of a packed checkpoint into memory."""
+    """Whether the caller reads the pages of a packed checkpoint into memory."""
     writer: StoreWriter = field(init=False)
     importance: Importance | None = field(init=False)
-    """What inputs count when weights are rounded; None: all alike."""
+    """The importance of inputs for rounding weights; None: all inputs count the same."""
 
     def __post_init__(self) -> None:
         self.writer = StoreWriter(self.sink)

@@ -38,7 +38,7 @@ class Packed:
     directory: Path
     num_bytes: int
     resumed_layers: int
-    """Layers that an earlier, interrupted run had written."""
+    """Layers that an earlier, interrupted run already wrote."""
 
 
 @capacity_errors()

@@ -102,7 +102,7 @@ class PackedLinear(PackedModule):
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.input_order = input_order
         self.by_head: tuple[list[DenseWeight], list[DenseWeight]] | None = None
-        """What attention to latents made of it."""
+        """The weight split by head, for attention to latents."""
         self.gives_fp32 = False
         self.groups: list[DenseWeight] = []  # groups of rows with inputs of their own
 

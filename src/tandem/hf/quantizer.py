@@ -80,12 +80,12 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._writer = self._job.writer
         self.runtime = Runtime(quantization_config, HostStore(), layers=self._writer.layers)
         self._targets: dict[str, str] = {}
-        """Of the source's names, the parameters in which they end."""
+        """For each name in the source, the parameter that it becomes part of."""
         self._from_source: set[str] = set()
         self._own_conversions: list[WeightConverter | WeightRenaming] = []
-        """Of names and layouts that adapters alone know."""
+        """Conversions of names and layouts that only adapters know."""
         self._shapes: dict[str, torch.Size] = {}
-        """Of the dense parameters, by the config."""
+        """The shapes of the dense parameters, from the config."""
 
     def validate_environment(self, **kwargs: object) -> None:
         """No-op: `update_device_map` refuses what Tandem cannot do."""

@@ -49,20 +49,19 @@ class Runtime:
     store: HostStore
     executor: Executor = field(init=False)
     bound: list[tuple[nn.Module, int]] = field(default_factory=list)
-    """The experts modules with their layers in the store."""
+    """Each experts module with its layer index in the store."""
     layers: dict[str, HostLayer] = field(default_factory=dict)
-    """The layers by the names of all experts modules, tied ones included."""
+    """The layers by experts module name, tied modules included."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where the dense parts go when all weights have been read."""
+    """The device of the dense parts after loading."""
     look_ahead: LookAhead | None = None
-    """What the executor asks about the next layer, if it does."""
+    """The look-ahead that the executor asks about the next layer, if any."""
     kv_dtype: str = "auto"
-    """What keys and values are kept in unless something else is asked; "auto": the model's dtype.
-    """
+    """The default dtype of keys and values; "auto" is the model's dtype."""
     host_slots: HostSlots | None = None
-    """What holds a part of the experts in memory; None: all are."""
+    """Holds some of the experts in memory; None: all experts are in memory."""
     importance: InputImportance | None = None
-    """What inputs count when weights are rounded; None: all alike."""
+    """The importance of inputs for rounding weights; None: all inputs count the same."""
     is_closed: bool = False
     _threads: CpuThreads | None = None
 

@@ -14,7 +14,8 @@ from tandem.kernels.opaque_calls import is_capturing
 MAX_STEP_TOKENS = 2048
 
 SEQUENCES: ContextVar[Callable[[], Tensor] | None] = ContextVar("tandem_sequences", default=None)
-"""Set while tokens of several sequences lie in one row of ids: each one's sequence, (n_tokens,)."""
+"""Set while one row of ids contains several sequences: returns each token's sequence,
+(n_tokens,)."""
 
 
 def announce_steps(model: PreTrainedModel, runtime: Runtime) -> None:

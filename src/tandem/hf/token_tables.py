@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tandem.hf.experts import Bound
 
 TABLE = "tid2eid"
-"""Of a router, as Transformers calls it: (vocabulary, experts of a token)."""
+"""The name in Transformers of a router's table (vocabulary, experts of a token)."""
 
 
 def is_by_token(router: nn.Module) -> bool:

@@ -43,17 +43,17 @@ class AttentionForm:
     value_dim: int
     scale: float
     softcap: float = 0.0
-    """Scores become softcap * tanh(score / softcap); 0: they do not."""
+    """Scores become softcap * tanh(score / softcap); 0: no cap."""
     window: int = 0
-    """Positions that a token sees, itself included; 0: all before it."""
+    """Positions that a token sees, including itself; 0: all earlier ones."""
     keeps_prompt: bool = False
-    """Whether a token sees, besides its window, all of the prompt that its slot began with."""
+    """Whether a token sees its slot's whole prompt besides the window."""
     chunk: int = 0
-    """Positions of a chunk, of which a token sees its own alone; 0: there are none."""
+    """Positions of a chunk; a token sees only its own chunk. 0: no chunks."""
     selected_block: int = 1
-    """Positions that are selected together, where an indexer selects what tokens see."""
+    """Positions of a block that an indexer selects together."""
     selects_by_head: bool = False
-    """Whether it selects for each KV head."""
+    """Whether the indexer selects for each KV head."""
 
     @property
     def kept_window(self) -> int:
@@ -70,9 +70,9 @@ class DistanceBias(NamedTuple):
     """A bias added to scores by distance: for each token and head a weighted sum of profiles."""
 
     states: Tensor
-    """(heads, n_tokens, dim): how much of each profile"""
+    """(heads, n_tokens, dim): the weight of each profile"""
     profiles: Tensor
-    """(dim, extent): what a profile has for each distance from 0 on; nothing beyond"""
+    """(dim, extent): the profiles by distance from 0 on; zero beyond"""
 
     def at(self, distances: Tensor) -> Tensor:
         """Return the bias at distances (n_tokens, any): (heads, n_tokens, any) fp32."""
@@ -141,9 +141,9 @@ class CachedAttention:
         )
         """(slots, KV heads, blocks, bytes of a block)"""
         self.has_token_sinks = False
-        """Whether each token brings sinks of its own."""
+        """Whether each token has its own sinks."""
         self.compressed: CompressedKeys | None = None
-        """Keys that stand for several tokens each, which tokens see beside the layer's own."""
+        """The layer's compressed keys, which tokens see in addition to its other keys."""
 
     @property
     def has_bias(self) -> bool:
@@ -255,7 +255,7 @@ class CompressedKeys:
         """Keep a key for every `ratio` tokens; no memory is taken yet."""
         self._layer, self._kv_dtype, self.ratio = layer, kv_dtype, ratio
         self.memory = torch.empty((0, 0, layer.joint_key_bytes), dtype=torch.uint8, device="cpu")
-        """(slots, keys, bytes of one), as `csrc/kv_layout.hpp` says"""
+        """(slots, keys, bytes of a key), laid out as in `csrc/kv_layout.hpp`"""
         self._layer.set_compressed(self.memory, ratio)
 
     @property

@@ -32,12 +32,12 @@ class Run(NamedTuple):
     """Row of the first token."""
     num_tokens: int
     num_certain: int
-    """The slot's state is kept after so many, the others are logged. 0: the run is idle: its tokens
-    give something, and nothing is kept. An idle run names the slot and half of the first run."""
+    """After this many tokens the slot's state is stored; the others are logged. 0 marks an idle
+    run: it has outputs but stores nothing, and names the slot and half of the first run."""
     num_again: int = -1
-    """Logged tokens that are done again before; -1: the slot begins with zeros."""
+    """Logged tokens to repeat first; -1: the slot begins with zeros."""
     half: int = 0
-    """Which half of the slot's log is read; the other one is written."""
+    """The half of the slot's log to read; the run writes the other half."""
 
 
 class SlotTokens(NamedTuple):
@@ -46,9 +46,10 @@ class SlotTokens(NamedTuple):
     runs: Tensor
     """(n_runs, 6) int64 on the device: each is a `Run`; the first one is not idle."""
     most: int
-    """Tokens of a run, at most."""
+    """The most tokens of a run."""
     have_log: bool = True
-    """Whether some tokens are done again or logged; kernels that loop on the device find out."""
+    """Whether some tokens are repeated or logged; kernels that loop on the device find out
+    themselves."""
 
 
 class StateMemory(NamedTuple):
@@ -67,7 +68,7 @@ class StateKernels(Protocol):
     """
 
     loops_on_device: bool
-    """Whether a call serves runs of any number of tokens, so that its launches are the same."""
+    """Whether a call handles runs of any length, so that its launches never change."""
 
     def convolve(
         self, operation: Convolution, memory: StateMemory, tokens: SlotTokens, x: Tensor

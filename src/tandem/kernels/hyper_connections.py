@@ -20,11 +20,11 @@ class HyperConnection(NamedTuple):
 
     norm_eps: float
     eps: float
-    """Added to the weights of streams and of the mixture, and to sums that these are divided by."""
+    """Added to the weights of streams and mixture, and to the sums that divide them."""
     output_factor: float = 0.0
     output_eps: float = 0.0
     num_rounds: int = 0
-    """In which the mixture's rows and columns are divided by their sums; 0: there is none."""
+    """Rounds in which the mixture's rows and columns are divided by their sums; 0: no mixture."""
 
 
 class StreamKernels(Protocol):

@@ -18,7 +18,7 @@ from tandem.kernels.formats.expert import ExpertLayout, Section
 from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, WeightFormat
 
 TOKEN_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What the experts' native calls read and write, by their numbers in csrc/values.hpp."""
+"""The dtypes that the experts' native calls read and write, by their numbers in csrc/values.hpp."""
 
 
 class ActivationKind(IntEnum):

@@ -26,7 +26,7 @@ MIX_IN = "mix_in"
 MIX_OUT = "mix_out"
 ROUTER_INPUT = "router_input"
 WITHOUT_EFFECTS = {GROUPS, ROWS, MIX_IN, MIX_OUT}
-"""Kinds of which only the results matter: what they read may be weights, which stay as they are."""
+"""Kinds whose calls have only results: their inputs may be weights, which do not change."""
 
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Interceptor(Protocol):
     """Intercepts opaque calls while a step runs, to record or capture it."""
 
     is_capturing: bool
-    """Whether the step is noted and not done."""
+    """Whether calls are recorded instead of executed."""
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
         """Return the call's result, computed in any way."""

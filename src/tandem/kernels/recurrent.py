@@ -26,7 +26,7 @@ class Convolution(NamedTuple):
     """A depthwise causal convolution, (n_tokens, channels) -> the same shape."""
 
     weight: Tensor
-    """(channels, width), the newest input's last"""
+    """(channels, width), the weight of the newest input last"""
     bias: Tensor | None
     """(channels,)"""
     has_silu: bool
@@ -40,13 +40,14 @@ class RecurrenceForm(NamedTuple):
     key_dim: int
     value_dim: int
     decay: str
-    """What fades alike: "head", "key", or "pair" of key and value."""
+    """The scope of one decay: "head", "key", or "pair" of key and value."""
     is_delta: bool = False
-    """Whether a value is corrected by what the state says of its key (the delta rule)."""
+    """Whether the delta rule applies: the state's value for a key is subtracted from the new
+    value."""
     is_normalised: bool = False
-    """Whether queries and keys are divided by their lengths."""
+    """Whether queries and keys are normalised to length 1."""
     scale: float = 1.0
-    """Of queries."""
+    """Factor of queries."""
 
 
 class Recurrence(NamedTuple):
@@ -54,7 +55,7 @@ class Recurrence(NamedTuple):
 
     form: RecurrenceForm
     factor: Tensor | None = None
-    """(value_dim, key_dim): of decays by pair."""
+    """Factor (value_dim, key_dim) of decays by pair."""
     skip: Tensor | None = None
     """(heads, value_dim)"""
 
@@ -69,7 +70,7 @@ class Compression(NamedTuple):
     """
 
     bias: Tensor
-    """(tokens of a window, series * dim), added to gates"""
+    """(tokens of a window, series * dim), added to the gates"""
     num_series: int
 
     @property
@@ -91,8 +92,8 @@ class StateTokens(NamedTuple):
     slots: Tensor
     positions: Tensor
     have_drafts: bool = False
-    """Whether a slot's state stays before all but its first token; its next call does them again,
-    as many as `LayerState.kept` says."""
+    """Whether all tokens of a slot but the first are drafts: its state stays before them, and the
+    next call repeats the first `LayerState.kept` of them."""
 
 
 class LayerState(ABC):
@@ -101,11 +102,11 @@ class LayerState(ABC):
     states: Tensor
     """(slots, ...) fp32"""
     kept: Tensor
-    """(slots,) int64: how many of a slot's drafted tokens its state is to be moved on by"""
+    """(slots,) int64: how many of a slot's drafted tokens its state must still advance over"""
     log: Tensor
-    """(slots, drafted tokens, ...) fp32: what these need to be done again"""
+    """(slots, drafted tokens, ...) fp32: the data to repeat drafted tokens"""
     _output_shape: tuple[int, ...]
-    """Of what one token gives."""
+    """The shape of one token's output."""
 
     @abstractmethod
     def add(

@@ -12,11 +12,11 @@ class NewCompressed(NamedTuple):
     """The compressed keys of a layer that a step adds."""
 
     ratio: int
-    """Tokens that a key stands for."""
+    """Tokens per key."""
     key: Tensor
-    """(1, n_tokens, dim); those of tokens that end no window are not kept."""
+    """(1, n_tokens, dim); only keys of tokens that end a window are stored."""
     selected: Tensor | None
-    """(b, n_tokens, most) int32: the keys that tokens see, as of `SlotCache.select`; None: all."""
+    """(b, n_tokens, most) int32: the keys that tokens see, from `SlotCache.select`; None: all."""
 
 
 class AttentionCall(NamedTuple):
@@ -27,12 +27,12 @@ class AttentionCall(NamedTuple):
     key: Tensor
     value: Tensor
     sinks: Tensor | None = None
-    """Scores of nothing by head, (heads,), or of each token, (n_tokens, heads)."""
+    """The sinks' scores by head, (heads,), or by token, (n_tokens, heads)."""
     selected: Tensor | None = None
-    """What tokens see, as of `SlotCache.select`: (n_tokens, most), or (n_tokens, kv heads, most) as
-    the form says; None: all."""
+    """The positions or blocks that tokens see, from `SlotCache.select`: (n_tokens, most), or
+    (n_tokens, kv heads, most) if each head selects; None: all."""
     compressed: NewCompressed | None = None
-    """What tokens see beside a window; then these keys are what is selected."""
+    """Compressed keys that tokens see besides a window; `selected` then refers to them."""
     bias: DistanceBias | None = None
 
     @property
@@ -46,7 +46,7 @@ class AttentionCall(NamedTuple):
         return self.sinks if self.sinks is not None and self.sinks.dim() == 1 else None
 
     def part(self, some: slice) -> "AttentionCall":
-        """Return the call for some tokens only; nothing but a selection may stand beside."""
+        """Return the call for some tokens; of the further tensors, it may have only `selected`."""
         query, key, value = (x[:, some] for x in (self.query, self.key, self.value))
         selected = None if self.selected is None else self.selected[some]
         return self._replace(query=query, key=key, value=value, selected=selected)

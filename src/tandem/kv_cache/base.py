@@ -32,33 +32,34 @@ class SlotCache(ABC):
     """
 
     keeps_latents = False
-    """Whether latent attention keeps its latents here, and not what is made of them."""
+    """Whether latent attention stores its latents here, not the keys and values expanded from
+    them."""
     shares_values = False
-    """Whether latents are kept once: they come as keys, with values of no dimensions."""
+    """Whether latents are stored once, as keys; values then have zero dimensions."""
     is_decoding = False
-    """Whether the tokens that are announced are a decode step's."""
+    """Whether the announced tokens belong to a decode step."""
     states: KeptStates[Any]
-    """What layers keep beside keys and values."""
+    """States of layers, besides keys and values."""
     index_keys: KeptIndexKeys
-    """What layers with an indexer keep beside them."""
+    """Index keys of layers with an indexer."""
     slots: Tensor
-    """The slot of each token of the step that is under way, on the host."""
+    """The slot of each token of the current step, on the host."""
 
     def __init__(self, num_slots: int) -> None:
         """Start with empty slots."""
         self.lengths = [0] * num_slots
         self.num_layers = 1
-        """Layers that are expected: their memory is asked for together."""
+        """The expected number of layers, whose memory is requested together."""
         self.num_sliding_layers = 0
-        """How many of them see a window alone."""
+        """The number of layers that see only a window."""
         self.windows_by_layer: dict[int, int] = {}
-        """What the layers of Transformers' cache keep, where that is a window."""
+        """The windows of Transformers' cache, by layer."""
         self.prompt_windows: dict[int, int] = {}
-        """Those of layers whose tokens see, besides their window, all of their slot's prompt."""
+        """The windows of layers whose tokens also see their slot's whole prompt."""
         self.prompt_lengths = [0] * num_slots
-        """The tokens that slots hold of prompts: what was decoded comes behind them."""
+        """The prompt tokens in each slot; decoded tokens follow them."""
         self.has_compressed = False
-        """Whether some of them keep compressed keys beside it."""
+        """Whether some layers keep compressed keys besides a window."""
         self.states_asked_for: StateHandle | None = None
         """The states of the layer that the model asked for last."""
         self._awaited: int | None = None

@@ -25,7 +25,7 @@ class Checkpoint(NamedTuple):
     length: int
     states: list[Tensor]
     serial: int = 0
-    """Later ones have greater numbers."""
+    """Increases with every checkpoint."""
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,7 @@ class SeesOwnChunk(NamedTuple):
     """Stands for a mask where every token sees the earlier tokens of its chunk."""
 
     size: int
-    """Positions of one."""
+    """Positions of a chunk."""
 
 
 def chunked_layers(config: PreTrainedConfig) -> set[int]:

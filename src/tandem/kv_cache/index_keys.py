@@ -32,17 +32,16 @@ class Selection(NamedTuple):
 
     scale: float
     most: int
-    """Positions that a token sees at most."""
+    """The most positions that a token sees."""
     block: int = 1
-    """Positions that are selected together; those after the last whole one are always seen."""
+    """Positions per selected block; those after the last complete block are always visible."""
     are_keys: bool = False
-    """Whether a key comes for each block, with its last token, and the numbers of keys are selected
-    in place of positions."""
+    """Whether each complete block has one key, from its last token; key numbers are selected
+    instead of positions."""
     by_head: bool = False
-    """Whether each head selects for itself, numbers of blocks, by the greatest scale * query . key
-    in one."""
+    """Whether each head selects its own blocks, by the greatest scale * query . key in a block."""
     num_local: int = 0
-    """Then the blocks, up to a token's own, that are among the selected whatever their scores."""
+    """With `by_head`: the latest blocks, up to a token's own, that are always selected."""
 
     @classmethod
     def of_heads(cls, scale: float, most_blocks: int, block: int, num_local: int) -> "Selection":
@@ -91,7 +90,7 @@ class NewIndexKeys(NamedTuple):
     layer: int
     selection: Selection
     pool: Pool | None = None
-    """None: blocks are single positions."""
+    """Pools the keys of each block; None: blocks are single positions."""
 
 
 class KeptIndexKeys:
@@ -101,7 +100,7 @@ class KeptIndexKeys:
         """Start empty, for `num_slots` slots, in memory from `zeros`."""
         self._num_slots, self._zeros, self._capacity = num_slots, zeros, 0
         self._layers: dict[tuple[int, int], Tensor] = {}
-        """(slots, capacity / block, dim), by a layer's number and the block that a key is of"""
+        """(slots, capacity / block, dim), by layer number and block size"""
 
     @property
     def num_bytes(self) -> int:
@@ -145,7 +144,7 @@ class IndexStore(KeptIndexKeys):
         """Start empty, for `num_slots` slots; layers are added when the model uses them."""
         super().__init__(num_slots, _zeros)
         self._native: dict[tuple[int, int], _native.IndexLayer] = {}
-        """By a layer's number and the block that a key is of: keys as native steps find them."""
+        """By layer number and block size: the keys in the form that native steps read."""
         self._most = 0
 
     def bytes_of(self, num_tokens: int) -> int:

@@ -35,7 +35,7 @@ class SelectedPositions(NamedTuple):
     indices: Tensor
     """(b, n_tokens, most) int32; (b, n_tokens, kv heads, most) where each head selects"""
     block: int = 1
-    """Positions that a number stands for."""
+    """Positions per selected index."""
 
 
 class SeesAllBefore:
@@ -48,7 +48,7 @@ class SeesAllBefore:
         return self
 
     def __invert__(self) -> "SeesAllBefore":
-        """Return itself: hidden positions are known like visible ones."""
+        """Return itself; it stands for the inverted mask too."""
         return self
 
     def is_floating_point(self) -> bool:
@@ -85,12 +85,12 @@ class IndexScores:
 
     select: Select
     key: Tensor
-    """Of the step's tokens, (b, n_tokens, dim)."""
+    """The step's index keys, (b, n_tokens, dim)."""
     query: Tensor | None = None
     """(b, n_tokens, heads, dim)"""
     scale: float = 1.0
     is_positive: bool = False
-    """Whether what was below zero is zero."""
+    """Whether negative scores are replaced by zero."""
     weights: Tensor | None = None
     """(b, n_tokens, 1, heads)"""
     is_masked: bool = False

@@ -37,11 +37,12 @@ class Expansion(NamedTuple):
     """How a prompt's tokens attend to the keys and values that latents expand to."""
 
     form: AttentionForm
-    """Of attention with keys and values for each head."""
+    """The form of attention to the expanded keys and values, for each head."""
     dtype: torch.dtype
-    """Of what is expanded."""
+    """The dtype of expanded keys and values."""
     expand: Callable[[Tensor], tuple[Tensor, Tensor]]
-    """Of what is kept (n, latent + rotary): keys (heads, n, key dim), values (heads, n, dim)."""
+    """Expands stored latents (n, latent + rotary) to keys (heads, n, key dim) and values (heads, n,
+    dim)."""
 
 
 class _Rows(NamedTuple):
@@ -49,7 +50,7 @@ class _Rows(NamedTuple):
 
     layer: CachedAttention
     length: int
-    """Positions that are filled, and as the slot keeps them."""
+    """Positions that are expanded and still the same in the slot."""
 
 
 class ExpandedKeys:

@@ -25,9 +25,9 @@ class StateKey(NamedTuple):
 
     layer: int
     kind: str
-    """"convolution" or "recurrence", or what else of a layer that keeps more."""
+    """"convolution", "recurrence", or another name if the layer keeps more states."""
     number: int
-    """Of a layer that has several."""
+    """The index of the state, for layers with several of a kind."""
 
 
 class StateHandle(NamedTuple):

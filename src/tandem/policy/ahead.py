@@ -1,5 +1,4 @@
-"""Chooses the experts of a coming layer to copy ahead, and who leaves for them: the plain
-reference.
+"""Chooses the experts of a coming layer to copy ahead, and those to evict: the plain reference.
 
 In plans, copies take idle link time and slots of the cache: free ones, then those of residents that
 are less likely to be used. In a step in one graph no expert can leave for them, because the device

@@ -44,7 +44,7 @@ class ShapeCosts:
     copy_wake_seconds: float = 0.0
     asking_seconds: float = 0.0
     planned_first_expert_seconds: float = 0.0
-    """What `cpu_first_expert_seconds` is in planned steps; 0: as much."""
+    """`cpu_first_expert_seconds` in planned steps; 0: the same value."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
@@ -82,21 +82,22 @@ class HostCosts:
     path: str
     """"segments": graph segments with Python between them; "graph": the whole step in one."""
     step_seconds: float
-    """Once a step: the token is read, sampled and brought back, the step launched."""
+    """Once per step: read, sample and copy back the token, launch the step."""
     layer_seconds: float
-    """A layer's router has chosen -> its experts are at work on the GPU."""
+    """From a router's choice until the GPU computes the layer's experts."""
     cpu_begin_seconds: float
-    """On top, until the first expert on the CPU is at work."""
+    """Additional time until the CPU computes its first expert."""
     cpu_end_seconds: float
-    """The CPU's last row is computed -> the GPU goes on with it."""
+    """From the CPU's last row until the GPU continues."""
     fetch_seconds: float
-    """A fetched expert's part of the launch of its group: it takes at least so long."""
+    """A fetched expert's share of its group's launch, which is the least time that it takes."""
     second_launch_seconds: float = 0.0
-    """Of each layer in one graph whose misses may be fetched: their own launch, also of none."""
+    """The second launch of a layer in one graph that allows fetches; it happens even if nothing is
+    fetched."""
     copy_wake_seconds: float = 0.0
-    """Until a thread that sleeps is at work: ahead of a fetch within a graph, and behind it."""
+    """Time to wake a sleeping thread, before and after each fetch within a graph."""
     asking_seconds: float = 0.0
-    """Of each layer in one graph in which the next layer's router is asked; 0: not known."""
+    """The next layer's router in one graph, per layer that asks it; 0: not measured."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
@@ -121,7 +122,8 @@ class DiskCosts:
     """The read rates of the disk under a model's files, at random places, by queue depth."""
 
     reads: str
-    """"direct": past the system's cache; "buffered": the file system refuses that."""
+    """"direct" bypasses the system's page cache; "buffered" if the file system refuses direct
+    reads."""
     piece_bytes: int  # per read
     depths: tuple[int, ...]  # reads at once
     bytes_per_second: tuple[float, ...]  # of all reads together, by depth

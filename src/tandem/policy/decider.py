@@ -28,7 +28,8 @@ class LayerNow(NamedTuple):
     states: bytes  # one byte per key
     now: float
     places: bytes = b""
-    """Where memory over a disk has each of them (`tandem.policy.reads`). Empty: memory has all."""
+    """Where memory over a disk holds each of them (`tandem.policy.reads`). Empty: memory holds
+    all."""
 
 
 class Decider(Protocol):

@@ -80,7 +80,7 @@ class Planner:
         self.predicting_sizes = predicting_sizes if can_prefetch else ()
         self.asking_sizes = asking_sizes if can_prefetch else ()
         self.asks = can_prefetch
-        """Whether hints of the step are taken."""
+        """Whether the planner accepts hints for the current step."""
         self.ahead = CopiesAhead(*parts, self._decider, prefetch, copy_price_seconds)
         self._dense_seconds = costs.dense(1)
         self._has_every_expert = False

@@ -102,7 +102,7 @@ class Recurrence:
     def __init__(self) -> None:
         """Start empty."""
         self.level = 0
-        """How full the bucket is."""
+        """The current level of the bucket."""
 
     def layer_passed(self) -> None:
         """Lower the level by one: a layer has passed."""

@@ -61,8 +61,8 @@ def known_reads(coming: Sequence[ComingUse], shared: SharedSlots) -> list[ReadAh
 
 
 IN_SLOT, PASSING, ON_DISK = range(3)
-"""Where memory has an expert: in a slot of its layer, in a transit slot for this use alone, or
-not yet."""
+"""Where an expert is: in a slot of its layer, in a transit slot for one use, or still on the
+disk."""
 
 
 def is_prompt(num_tokens: int) -> bool:

@@ -62,7 +62,7 @@ class PlannerSettings:
     """Everything that defines a planner, apart from the model and the machine."""
 
     policies: ClassVar[Policies] = Policies()
-    """What is chosen among; a subclass can have more."""
+    """The policies to choose from; subclasses may have more."""
     assignment: str | None = None  # of all steps; None: the best that each step can follow
     eviction: str = "next-use"
     prediction: str = "none"

@@ -23,9 +23,9 @@ class StepPath(NamedTuple):
     """One path of decode steps."""
 
     host_path: str
-    """Whose host costs are charged, by a profile's names."""
+    """The path in a profile whose host costs apply."""
     in_graph: bool
-    """Whether steps of few tokens are one graph."""
+    """Whether small decode steps run as one graph."""
 
 
 PLAIN_PATH = StepPath(NO_HOST, in_graph=False)

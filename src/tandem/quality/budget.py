@@ -14,7 +14,7 @@ class Option(NamedTuple):
     name: str
     num_bytes: int
     loss: float
-    """What it adds to the model's divergence, in nats."""
+    """The divergence that it adds to the model, in nats."""
 
 
 def choose_within(parts: Sequence[Sequence[Option]], num_bytes: int) -> list[Option] | None:

@@ -53,7 +53,7 @@ class CollectingExecutor(ReferenceExecutor):
         """Serve a store's layers."""
         super().__init__(store)
         self.found: dict[str, Squares] = {}
-        """By the names of the experts' parameters."""
+        """Sums of squares of inputs, by the experts' parameter name."""
 
     def rows(
         self, host: HostLayer, expert: int, rows: Tensor, functions: ExpertFunctions
@@ -104,7 +104,7 @@ def collect_importance(
 
 
 def _batches(windows: Sequence[Window]) -> Iterator[Tensor]:
-    """Yield windows of one length together: (rows, tokens) ids."""
+    """Yield batches of windows of equal length: ids (rows, tokens)."""
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for window in windows:
         by_length.setdefault(len(window.ids), []).append(window.ids)

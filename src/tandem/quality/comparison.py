@@ -33,9 +33,9 @@ class Quality:
     kl_mean: float | None = None
     """Kullback-Leibler divergence of the model's distribution from the reference's, in nats."""
     kl_p99: float | None = None
-    """What 99 of 100 tokens stay below."""
+    """The divergence that 99 % of tokens stay below (99th percentile)."""
     same_first_choice: float | None = None
-    """Share of tokens for which both find the same next token most likely."""
+    """The share of tokens for which both models have the same most likely next token."""
 
 
 class Tally:

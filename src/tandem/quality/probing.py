@@ -48,7 +48,7 @@ class ProbingExecutor(ReferenceExecutor):
         """Round nothing yet."""
         super().__init__(others.store)
         self.parameter = ""
-        """The projection that is rounded, by its whole name."""
+        """The full name of the projection that is rounded."""
         self._others, self._importance = others, importance
         self._rounded: dict[int, ExpertWeights] = {}
 

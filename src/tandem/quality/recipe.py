@@ -61,11 +61,11 @@ class Recipe:
     """A format for each part of a model."""
 
     expert_formats: list[str]
-    """By MoE layer, as `expert_dtype` names them."""
+    """The format of each MoE layer, as in `expert_dtype`."""
     dense_formats: dict[str, str]
-    """Of linear layers and embeddings, by path."""
+    """The formats of linear layers and embeddings, by path."""
     num_bytes: int
-    """Of all tensors of the packed model."""
+    """Size of the packed model's tensors."""
     num_weights: int
 
     def options(self) -> dict[str, object]:

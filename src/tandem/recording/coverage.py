@@ -34,11 +34,11 @@ class Coverage(NamedTuple):
     """One decode step, profiled."""
 
     num_calls: int
-    """Of the step: native programs, and operations that are not native."""
+    """The step's calls: native programs, and operations that are not native."""
     milliseconds: float
-    """Of the step, operation by operation."""
+    """Time of the step when operations run one by one."""
     native: dict[str, int]
-    """Native operations of each name."""
+    """The number of native operations by name."""
     not_native: list[NotNative]
     """The costliest first."""
 
@@ -53,7 +53,7 @@ class PromptCoverage(NamedTuple):
 
     num_tokens: int
     milliseconds: float
-    """Of the prompt without the count."""
+    """Time of the prompt without counting."""
     not_native: list[NotNative]
     """The costliest first."""
 
@@ -120,7 +120,7 @@ class TorchWork(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
-        """Of each operation."""
+        """The number of calls of each operation."""
         self.seconds: Counter[str] = Counter()
 
     def __torch_dispatch__(

@@ -27,11 +27,12 @@ class NativeCall:
     """Adds a native operation to a program; takes the place of a recorded function."""
 
     add: Callable[[_native.Program, list[Tensor], list[Tensor]], Report | None]
-    """Takes the operation's inputs and outputs; may return what is to be called after each run."""
+    """Adds the operation with its inputs and outputs; may return a report to call after each
+    run."""
     threads: CpuThreads
-    """Whose program it joins."""
+    """The threads whose program the operation joins."""
     reported: Sequence[int] = ()
-    """Inputs that what `add` returns reads, by their places: they stay until the graph has run."""
+    """Indices of the inputs that the report reads; their buffers stay until the graph has run."""
 
     def __call__(self, *args: object) -> NoReturn:
         """Replace a function in the recording; never called."""
@@ -63,7 +64,7 @@ class BufferPlan:
         """Assign a buffer to each tensor that native operations read or write."""
         self.tensors: dict[int, Tensor] = dict(constants)
         self.views: set[int] = set()
-        """Indices of operations that need not run: their results are views of buffers."""
+        """Indices of operations that do not run, because their results are views of buffers."""
         self._groups = _Groups(operations, tensors)
         self._wanted = {
             self._groups.of(ref.number)

@@ -73,7 +73,8 @@ class RecordedGraph:
             op.name in _PRODUCTS and not isinstance(op.function, NativeCall)
             for op in self._operations
         )
-        """Whether results may depend on the number of tokens: torch multiplies matrices."""
+        """Whether torch computes matrix products, so that results may depend on the number of
+        tokens."""
         self._plan = BufferPlan(
             self._operations, recording.tensors, constants, recording.ref(result)
         )

@@ -38,11 +38,11 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: list[Ref | None]
-    """One per returned tensor; more than one means that the function returns a sequence."""
+    """One per returned tensor; several if the function returns a sequence."""
     name: str
-    """The ATen name without its namespace and overload; of opaque calls, their kind."""
+    """The ATen name without namespace and overload; for opaque calls, their kind."""
     inputs: list[Ref]
-    """The tensors that are read."""
+    """The tensors that the operation reads."""
     has_effects: bool = False
     returns_sequence: bool = False
 
@@ -54,7 +54,7 @@ class Recording:
     operations: list[Operation] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     produced: set[int] = field(default_factory=set)
-    """Numbers of tensors that came out of an operation; the others were there before."""
+    """Numbers of tensors that operations returned; the others existed before the recording."""
 
     def ref(self, tensor: Tensor) -> Ref:
         """Return a recorded tensor's number."""

@@ -89,7 +89,7 @@ class ReplayedStep:
         self._least_equal = 1 if is_like_trusted else _EQUAL_STEPS
         self._num_equal = self._num_different = 0
         self.why_not = why_not
-        """Why steps are not replayed; None: they are, or it is not known yet."""
+        """Why steps are not replayed; None: they are replayed, or that is not known yet."""
 
     @property
     def is_replaying(self) -> bool:

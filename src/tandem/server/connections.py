@@ -17,18 +17,18 @@ class ConnectionLimits:
     connections: int = _MOST_CONNECTIONS
     head_bytes: int = 64 << 10
     headers: int = 100
-    """As Apache's LimitRequestFields."""
+    """The same as Apache's LimitRequestFields."""
     pipelined: int = 16
-    """Requests that are sent before the one before them is answered."""
+    """Requests that a client may send before an earlier one is answered."""
     head_seconds: float = 20.0
-    """From a connection's beginning or its last answer to the end of a request's head."""
+    """From the start of a connection, or its last answer, until the end of a request's head."""
     body_seconds: float = 20.0
     body_bytes_per_second: float = 500.0
-    """Beyond `body_seconds`; both are the defaults of Apache's mod_reqtimeout."""
+    """Extends `body_seconds`; both are the defaults of Apache's mod_reqtimeout."""
     refused_seconds: float = 5.0
-    """How long the rest of a body is read that was answered before its end."""
+    """Time to read the rest of a body that was answered early."""
     unread_seconds: float = 60.0
-    """How long a client may take none of an answer that waits for it."""
+    """The longest time that a client may leave an answer unread."""
 
 
 def most_connections() -> int:

@@ -99,7 +99,8 @@ class EngineClient:
         A process that is silent for `most_silent_seconds` while requests run is killed.
         """
         self.on_begin: Callable[[float], None] = lambda seconds: None
-        """Receives how long a request has waited when a sequence slot is free for it."""
+        """Called with a request's waiting time, in seconds, when a sequence slot becomes free for
+        it."""
         self._load, self._settings = load, settings
         self._max_waiting = max_waiting
         self._most_silent_seconds = most_silent_seconds

@@ -26,10 +26,10 @@ class StreamForm:
 
     encode: Callable[[Event], bytes]
     done: bytes = b""
-    """What follows the last one."""
+    """Sent after the last event."""
     media_type: str = "text/event-stream"
     life_sign: bytes = b": the prompt is being computed\n\n"
-    """What is sent while there is nothing to say; clients skip it."""
+    """Sent while there are no events, as a keep-alive comment; clients ignore it."""
 
 
 def json_line(data: Event) -> bytes:

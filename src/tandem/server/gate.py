@@ -23,7 +23,7 @@ _UNSAID = {b"", b"application/x-www-form-urlencoded"}
 _OF_PAGES = {b"origin", b"referer", b"sec-fetch-site"}
 _OPEN_PATHS = {*PAGE_FILES, "/health", "/ready", "/favicon.ico"}
 HEALTHY = b'{"status":"ok"}'
-"""What `/health` says."""
+"""The answer of `/health`."""
 _LONGEST_PATH = 2048
 _ENDLESS_PATH = "/live"
 # For a server that does not count connections.

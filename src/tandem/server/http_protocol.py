@@ -30,7 +30,7 @@ from tandem.apis.errors import ApiError
 from tandem.server.connections import ConnectionLimits
 
 ADMIT = "tandem.admit"
-"""The extension of a request's scope whose "call" notes that its connection has shown a key."""
+"""The scope extension whose "call" marks the connection as authenticated."""
 
 _SWEEP_SECONDS = 1.0
 # Extra bytes that chunks may add per byte of a body. Chunks of one byte add five.

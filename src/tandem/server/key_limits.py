@@ -24,9 +24,9 @@ class _Key:
     """A key's current use."""
 
     tokens: float
-    """That it may still take; below 0 where an answer was longer than what was left."""
+    """Tokens left for the key; below 0 after an answer longer than the remainder."""
     counted: float
-    """When `tokens` were counted, in seconds."""
+    """The time of the last update of `tokens`, in seconds."""
     running: int = 0
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
 

@@ -13,7 +13,7 @@ PAGE_FILES = {
     "/page.css": ("page.css", "text/css"),
     **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in _SCRIPTS},
 }
-"""The file and its type, by path."""
+"""(file, media type) by URL path."""
 
 # No other site may show the page in a frame.
 _HEADERS = {

@@ -41,7 +41,7 @@ class Setup(NamedTuple):
     images: ImageReader | None
     options: ServerOptions
     names: tuple[str, ...]
-    """The model's, for clients."""
+    """The model's names for clients."""
 
 
 class Job(NamedTuple):
@@ -51,9 +51,9 @@ class Job(NamedTuple):
     raw: bytes
     info: ModelInfo | None
     room: int
-    """How many requests the engine would take on."""
+    """The number of further requests that the engine accepts."""
     earlier: bytes | None = None
-    """The conversation that it goes on from, as JSON; None: it has not been looked up."""
+    """The conversation to continue, as JSON; None: not looked up yet."""
     limits: Limits = LIMITS
 
 
@@ -70,14 +70,14 @@ class Prepared:
 
     requests: Sequence[Request]
     images: bytes | None
-    """The requests' `ImagePrompt`, pickled: to read it takes torch."""
+    """The requests' `ImagePrompt`, pickled, because reading it needs torch."""
     writer: Writer | None
-    """Writes the grammar that all of them follow."""
+    """Writes the grammar that all requests follow."""
     reply: Reply
     is_stream: bool
     num_dropped_turns: int
     texts: Sequence[str]
-    """The prompts, where they are to be logged."""
+    """The prompts, if they are logged."""
 
 
 @dataclass(slots=True)
@@ -85,15 +85,15 @@ class Answered:
     """The result of a job."""
 
     found: Prepared | bytes | Wanted | None = None
-    """Bytes are the whole answer, as JSON."""
+    """The prepared requests, or the whole answer as JSON bytes, or what the job still needs."""
     error: ApiError | None = None
-    """What its client is told in place of an answer."""
+    """The error to send to the client."""
     other_model: str | None = None
-    """The name that it has for the model, where that is none of its names."""
+    """The model name in the request, if it is not one of the model's names."""
     ignored: Collection[str] = ()
-    """Names of fields."""
+    """Names of fields that were ignored."""
     problem: str | None = None
-    """What is to be mended here, for the log."""
+    """A problem for the operator to fix, for the log."""
 
 
 class Preparer:

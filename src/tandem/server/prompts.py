@@ -27,8 +27,8 @@ class Prompts:
     """Turns bodies into requests in a separate process, which is restarted if it ends."""
 
     def __init__(self, setup: Setup, *, most_seconds: float = _SHORT_SECONDS) -> None:
-        """Prepare; nothing is started yet. A short body that takes more than `most_seconds` ends
-        the process.
+        """Start no process yet. A short body that takes more than `most_seconds` ends the
+        process.
         """
         self._most_seconds = most_seconds
         first = functools.cache(lambda: framed(Pickled(sys.path, pickle.dumps(setup))))

@@ -50,10 +50,10 @@ class Endpoint:
     """One endpoint: its kind of body, and how bodies become requests or answers."""
 
     name: str
-    """In the counts."""
+    """The endpoint's name in the counts."""
     body: type[BaseModel]
     form: StreamForm | None = None
-    """Of a stream; None: it is answered at once."""
+    """The format of a stream; None: the endpoint never streams."""
 
 
 class Server:

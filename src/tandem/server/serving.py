@@ -70,7 +70,7 @@ class _Uvicorn(uvicorn.Server):
         self._connections, self._engine, self._seconds = connections, engine, seconds
         self._watching: asyncio.Task[None] | None = None
         self.is_interrupted = False
-        """Whether Ctrl-C ends it."""
+        """Whether Ctrl-C ended the server."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.is_interrupted |= sig == signal.SIGINT

@@ -18,7 +18,7 @@ class TokenizeRequest(Asked):
 
     prompt: str | None = None
     content: str | None = None
-    """The text, as llama.cpp names it."""
+    """The text, under llama.cpp's name."""
     messages: list[Message] | None = Field(None, min_length=1, max_length=4096)
     tools: list[Tool] | None = Field(None, max_length=1024)
     chat_template_kwargs: _Json | None = Field(None, max_length=16)

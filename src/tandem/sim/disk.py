@@ -33,7 +33,7 @@ class HostShare:
     share: float
     make_eviction: MakeEviction
     plans_reads: bool = True
-    """Whether plans include the time of reads."""
+    """Whether plans include the time of disk reads."""
 
     def __post_init__(self) -> None:
         """Check the range."""
@@ -106,10 +106,10 @@ class DiskConditions:
     """The constants of a replay over a disk."""
 
     costs: ShapeCosts
-    """Of them those of the CPU and the dense parts."""
+    """The costs; only those of the CPU and the dense parts are used."""
     bytes_per_second: float
     share: float
-    """Of each layer's experts, what memory has slots for."""
+    """The share of each layer's experts that memory has slots for."""
     batch: int = 1
     prompt: int = 16
     limit: int = 1 << 60
@@ -142,8 +142,8 @@ class DiskTally:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     bound_seconds: float = 0.0
-    """By layer max(reads, residents' computing), and the dense parts; layers that are routed by
-    token are one, with theirs. No step takes less."""
+    """A lower bound of the time: max(reads, computing of residents) per layer, plus the dense
+    parts. All layers that are routed by token count as one."""
     demands: int = 0
     misses: int = 0
     read_bytes: int = 0

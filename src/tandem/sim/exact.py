@@ -99,7 +99,7 @@ class Partial(NamedTuple):
 
 
 def _undominated(cpu: Floats, keep: Ints) -> Ints:
-    """Keep answers in order of rising gpu whose cpu is below all before, apart from rounding."""
+    """Return the answers, sorted by gpu, whose cpu is below that of all earlier ones."""
     lowest = np.concatenate(([np.inf], np.minimum.accumulate(cpu[keep])[:-1]))
     return keep[cpu[keep] < lowest * (1 - 1e-13)]
 

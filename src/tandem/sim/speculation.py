@@ -34,11 +34,12 @@ class SpeculationChoice:
     """What drafts, and how many tokens are verified."""
 
     acceptance: float | None
-    """How often each token of an MTP layer comes true after those before it; None: look-up."""
+    """How often each token of an MTP layer is right, given that those before it are; None:
+    look-up."""
     is_sure: bool
-    """Whether the layer tells how likely each of its tokens is, which differs."""
+    """Whether the layer reports the probability of each token, which varies."""
     length: int | None
-    """Drafted tokens that each step verifies, as far as there are so many; None: by cost."""
+    """Drafted tokens that each step verifies, if that many exist; None: chosen by cost."""
 
     @classmethod
     def parsed(cls, drafter: str, length: str) -> "SpeculationChoice":
@@ -180,7 +181,7 @@ class _ScriptedMtp:
         self._drafts: list[int] = np.where(known, ids, others).tolist()
         self._clock, self._layer_seconds = clock, layer_seconds
         self.next_places: dict[int, int] = {}
-        """Where in the trace the next token of each sequence is."""
+        """By sequence: the index of its next token in the trace."""
 
     def draft(
         self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float

@@ -30,7 +30,7 @@ class TraceMeta:
     top_k: int
     predictors: tuple[str, ...] = ()
     by_token: tuple[int, ...] = ()
-    """The layers that are routed by token: their loads are known before a step, in this order."""
+    """Layers that are routed by token; their loads are known before a step, in this order."""
     more: dict[str, object] = dataclasses.field(default_factory=dict)
 
     @property

@@ -33,11 +33,11 @@ class Chain(NamedTuple):
 
     kinds: tuple[int, ...]
     first: tuple[int, ...]
-    """The value that each step reads, by number."""
+    """The index of each step's first operand."""
     second: tuple[int, ...]
-    """The other one; of steps that read one, the same."""
+    """The index of the second operand; the first again for steps with one operand."""
     dtypes: tuple[int, ...]
-    """What each step is rounded to: 0 fp32, 1 bf16, 2 fp16."""
+    """The rounding of each step's result: 0 fp32, 1 bf16, 2 fp16."""
     numbers: tuple[float, ...]
 
 

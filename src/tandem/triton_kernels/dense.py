@@ -96,7 +96,7 @@ def _packed_linear(
 
 
 MOST_TOGETHER = 3
-"""Layers that are one launch at most."""
+"""The most layers in one launch."""
 
 
 def can_join(rows: int, *weights: DeviceWeight) -> bool:

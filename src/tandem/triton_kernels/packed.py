@@ -23,28 +23,29 @@ class Packed:
     low_bits: int
     """Width of the lowest plane."""
     high_bits: int
-    """Width of the plane above it; 0: there is none."""
+    """Width of the plane above it; 0: no such plane."""
     factor: float
-    """A weight, before scaling, is factor * what `biased_values` returns + offset."""
+    """Weight before scaling = factor * (result of `biased_values`) + offset."""
     offset: float
 
     scale: str
-    """Its type; "": there are no scales."""
+    """The type of scales; "": no scales."""
     has_minima: bool
     chunks_per_group: int
     groups_per_super: int
-    """Of a super-block; 0: a row is one, or there are none."""
+    """Groups per super-block; 0: the row is one super-block, or there are no scales."""
     factor_bytes: int
-    """Of one factor of a super-block: 2 (fp16) or 4 (fp32); 0: there are none."""
+    """Bytes of a super-block's factor: 2 (fp16) or 4 (fp32); 0: no factor."""
     group_stride: int
-    """From one group's scales to the next's, in elements, or bytes where there are super-blocks."""
+    """Distance between the scales of neighbouring groups, in elements; in bytes with
+    super-blocks."""
 
     table: tuple[float, ...] = field(repr=False, compare=False, default=())
-    """What codes stand for, of tables; the kernels get it in memory."""
+    """Values of codes of table formats; kernels read them from memory."""
     grid: Grid | None = None
-    """How words become lines, whose numbers are then codes of four bits in a dword."""
+    """How words encode lines; a line's numbers become 4-bit codes in a dword."""
     lines_of: int = field(repr=False, compare=False, default=-1)
-    """The number of the format whose lines the kernels get in memory; -1: there are none."""
+    """The number of the format whose lines the kernels read from memory; -1: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,10 @@ class Extent:
     """The shape of one packed matrix, and where its parts are."""
 
     num_rows: int
-    """Of a gated projection the gate's alone."""
+    """For a gated projection, the rows of the gate only."""
     num_cols: int
     num_blocks: int
-    """Of 16 rows, in memory."""
+    """Blocks of 16 rows, as stored."""
     num_chunks: int
     data_offset: int
     scales_offset: int

@@ -32,9 +32,9 @@ class GroupedRows(NamedTuple):
     tile_expert: Tensor  # (n_tiles,) int32
     tile_first: Tensor  # (n_tiles,) int32
     most_tokens: int
-    """Rows of the expert that has most."""
+    """The most rows of an expert."""
     block_rows: int
-    """Rows of a tile; 0 for the vector kernels."""
+    """Rows per tile; 0 for the vector kernels."""
 
 
 @dataclass(frozen=True, slots=True)

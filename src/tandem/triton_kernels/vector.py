@@ -184,8 +184,8 @@ def vector_up(
 ) -> None:
     """Write activation(up projection) of 32 lanes: inner (n_rows, num_rows).
 
-    A program is (32 lanes, expert); one at address 0 is none. `num_rows` is the intermediate size;
-    with PLAIN gated experts inner is (n_rows, 2 * num_rows), the gate first.
+    A program is (32 lanes, expert); experts at address 0 are skipped. `num_rows` is the
+    intermediate size; with PLAIN gated experts inner is (n_rows, 2 * num_rows), the gate first.
     """
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
     expert = tl.program_id(1)
@@ -216,7 +216,7 @@ def vector_down(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Write the down projection of 32 lanes: out (n_rows, num_rows) fp32, num_rows hidden_size."""
+    """Write the down projection of 32 lanes: out (n_rows, hidden_size) fp32."""
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
     block, lane = lanes // 16, lanes % 16
     num_rows: constexpr = extent.num_rows

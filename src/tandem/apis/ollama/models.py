@@ -11,8 +11,8 @@ from tandem.foreign_types import Tokenizer
 
 _Json = dict[str, object]
 FOLLOWED_VERSION = "0.14.2"
-"""Of Ollama, whose API is followed. Editors refuse a server whose version is too low for them, and
-Tandem's own says nothing about that."""
+"""The version of Ollama's API that Tandem follows. Editors refuse servers with a lower version, and
+Tandem's own version says nothing about that API."""
 # The model stays loaded while the server runs, but clients parse a time.
 _FOREVER = datetime(2318, 1, 1).timestamp()
 

@@ -47,7 +47,7 @@ class OllamaOptions(Body):
     unsupported = _UNSUPPORTED_OPTIONS
 
     num_predict: int | None = Field(None, ge=-2, le=2**31)
-    """Below 1: as many as there is room for."""
+    """The most tokens of an answer; below 1: as many as the context has room for."""
     temperature: float | None = Field(None, ge=0, le=2)
     top_k: int | None = Field(None, ge=-1, le=2**31)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -170,7 +170,7 @@ class ShowRequest(OllamaBody):
     """The body of /api/show."""
 
     name: str | None = Field(None, max_length=512)
-    """The model, as older clients have it."""
+    """The model, under the field name of older clients."""
     verbose: bool | None = None
     system: str | None = None
     template: str | None = None

@@ -118,7 +118,7 @@ def _after(before: str | None, text: str) -> str:
 
 
 def _content(content: str | Sequence[Part]) -> str | list[TextPart | ImagePart]:
-    """Return what the model reads of a content: text, or text and images."""
+    """Return the parts of a content that the model reads: text, or text and images."""
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return _text(content)
     return [
@@ -150,7 +150,7 @@ def _text_of_part(part: Part) -> str:
 
 
 def _tools(body: CountRequest) -> tuple[list[Tool], str | ToolChoice | None]:
-    """Return the tools that may be called, and which must."""
+    """Return the tools that the model may call, and the tool choice."""
     choice, known = body.tool_choice, known_tools(body.tools)
     described = {name: tool.as_function(name) for name, tool in known.items()}
     if isinstance(choice, AllowedTools):

@@ -30,7 +30,7 @@ class CalledTool(NamedTuple):
     name: str
     namespace: str | None
     is_custom: bool
-    """Whether its input is a text."""
+    """Whether its input is plain text instead of JSON."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from tandem.bench.peers.turns import Rounds, median, ratios, table
 from tandem.core.units import format_bytes
 
 MARGIN = 0.1
-"""Where a peer's two best logits are nearer, rounding decides between them."""
+"""Below this difference of a peer's two best logits, rounding decides between them."""
 TANDEM = "tandem"
 
 
@@ -20,9 +20,9 @@ class Agreement:
     num_sure: int
     """Tokens after which the peer's two best logits differ by more than `MARGIN`."""
     num_agreed: int
-    """Of the sure ones, those with the same first choice."""
+    """Sure tokens after which both systems have the same first choice."""
     widest_margin: float
-    """The peer's, where they choose differently all the same; 0: nowhere."""
+    """The peer's largest logit margin where the first choices differ; 0 if they never do."""
 
     @property
     def line(self) -> str:
@@ -49,18 +49,18 @@ class Comparison:
 
     file: str
     machine: str
-    """Its processor, threads and instruction set."""
+    """The processor, its number of threads and the instruction set."""
     versions: Mapping[str, str]
-    """Of each system, by its name; Tandem's first."""
+    """The version of each system by name, Tandem's first."""
     prompt: int
     steps: int
     rounds: int
     speeds: Mapping[str, Rounds]
     memory: Mapping[str, int]
-    """Of each system, the most bytes at a time, with what it maps of the file; 0: not known."""
+    """Peak memory of each system in bytes, mapped parts of the file included; 0: unknown."""
     agreement: Agreement | None
     why_not_agreed: str = ""
-    """Why first choices were not compared."""
+    """The reason why first choices were not compared."""
 
     @property
     def rows(self) -> list[str]:

@@ -24,9 +24,10 @@ class Peer:
 
     name: str
     command: tuple[str, ...]
-    """What times it, with llama-bench's options; empty: the library does."""
+    """The benchmark command, which takes llama-bench's options; empty if only the library can
+    run."""
     has_library: bool
-    """Whether the library can say what it would choose."""
+    """Whether the library can report its first choices."""
 
 
 def find_peer(wanted: str = LLAMA_CPP, path: str | None = None) -> Peer:

@@ -13,16 +13,16 @@ class Setting:
     gguf: Path
     threads: int
     prompt: int
-    """Tokens that are prefilled at once."""
+    """Prompt tokens of one prefill."""
     steps: int
-    """Tokens that are decoded after them."""
+    """Tokens decoded after the prompt."""
     kv_dtype: str = "auto"
     has_flash_attention: bool = False
-    """Of llama.cpp; on CPUs it is slower."""
+    """llama.cpp's flash attention; slower on CPUs."""
     isa: str = ""
-    """Tandem's instruction set; "" is the best of this processor."""
+    """Tandem's instruction set; "" selects this processor's best."""
     may_repack: bool = True
-    """Whether llama.cpp may keep weights in layouts of its own, which not always pay."""
+    """Whether llama.cpp may repack weights into its own layouts, which is not always faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
     token: int
     margin: float
-    """The best logit less the second best."""
+    """The best logit minus the second best."""
 
 
 class System(Protocol):

@@ -33,7 +33,7 @@ class Codes:
     zeros: Tensor | None = None
     input_order: Tensor | None = None
     minima: Tensor | None = None
-    """Instead of zero points, (rows, groups): value = code * scale + minimum."""
+    """Minima (rows, groups) in place of zero points: value = code * scale + minimum."""
     super_scales: Tensor | None = None
     super_minima: Tensor | None = None
 

@@ -17,20 +17,20 @@ class FileWeight:
     """An unread weight of safetensors files; each format implements `read`."""
 
     name: str
-    """In an unquantised checkpoint."""
+    """The parameter's name in an unquantised checkpoint."""
     shape: tuple[int, ...]
     """(rows, cols), or (num_experts, rows, cols) for the experts of a layer in one tensor."""
     formats: Sequence[WeightFormat]
-    """Packed formats that hold it exactly, the smallest first; maybe none."""
+    """Packed formats that hold it exactly, the smallest first; may be empty."""
     what: str = ""
-    """What its codes are, for an error where no format holds them."""
+    """A description of its codes, for the error if no format holds them."""
     parts: Sequence[str]
-    """Its tensors."""
+    """The names of the tensors that it consists of."""
     files: TensorFiles = field(repr=False)
     is_ordered: bool = False
     """Whether its columns may be in another order than the layer's inputs."""
     near_format: None = None
-    """What to round it to where no format holds all its parts, but one each."""
+    """The format to round to if each part has an exact format but no format holds them all."""
 
     @property
     def why_not(self) -> str:

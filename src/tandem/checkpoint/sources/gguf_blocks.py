@@ -35,9 +35,7 @@ def common_format(kinds: Collection[str]) -> WeightFormat | None:
 
 @cache
 def code_table(kind: str, fmt: WeightFormat) -> Tensor | None:
-    """Return the `FileBlocks.table` for blocks of a type in a format; None: codes stay as they
-    are.
-    """
+    """Return `FileBlocks.table` to convert blocks of a type to a format; None: keep the codes."""
     own = find_format(FORMATS[kind])
     if own == fmt:
         return None

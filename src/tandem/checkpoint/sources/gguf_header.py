@@ -56,13 +56,14 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    """The length of a row first."""
+    """The dimensions, the row length first."""
     tensor_type: IntEnum
-    """As the gguf package calls it."""
+    """The type from the gguf package."""
     data_offset: int
     n_bytes: int
     data: npt.NDArray[np.generic] = field(repr=False)
-    """A view of the mapped file, the length of a row (in bytes, where it is in blocks) last."""
+    """A view of the mapped file; the last dimension is the row length, in bytes for block
+    formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,10 @@ class GgufHeader:
     """The metadata of a GGUF file, and its unread tensors by name."""
 
     file: Path
-    """The first one of a model in parts."""
+    """The file; the first one of a split model."""
     architecture: str
     fields: Mapping[str, Value]
-    """Numbers, texts and arrays of numbers; the strings of an array are not read: their count."""
+    """Numbers, strings and arrays of numbers; for an array of strings only its length is read."""
     tensors: Mapping[str, GgufTensor]
 
     def value(self, key: str, default: Value = None) -> Value:

@@ -30,12 +30,12 @@ class GgufWeight:
     name: str
     tensors: tuple[GgufTensor, ...] = field(repr=False)
     is_interleaved: bool = False
-    """Rows of several tensors are interleaved instead."""
+    """Whether the rows of several tensors are interleaved."""
     is_transposed: bool = False
-    """Experts' matrices of plain numbers are turned."""
+    """Whether unquantised experts' matrices are transposed."""
     row_order: Tensor | None = field(default=None, repr=False)
     factors: tuple[GgufTensor | None, ...] = field(default=(), repr=False)
-    """Of each tensor, one number or one for each expert, beside NVFP4; without entries: none."""
+    """For each tensor: the NVFP4 factor (one, or one per expert), or None. Empty: no factors."""
     column_order: Tensor | None = field(default=None, repr=False)
 
     @property

@@ -81,7 +81,7 @@ class Nvfp4Weight(FileWeight):
     """One linear layer's weight."""
 
     is_divided: bool
-    """Whether values are divided by the factor of the whole matrix, not multiplied with it."""
+    """Whether the factor of the whole matrix divides values; otherwise it multiplies them."""
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
         """Return codes, scales and the common factor as views of the file."""

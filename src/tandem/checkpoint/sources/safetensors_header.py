@@ -28,7 +28,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     num_bytes: int
     first: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def most_elements(self) -> int:

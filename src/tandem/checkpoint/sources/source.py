@@ -33,7 +33,7 @@ READERS: dict[str, Callable[[TensorFiles, JsonObject], Found]] = {
 
 
 StoredWeight = FileWeight | GgufWeight
-"""A weight of a quantised checkpoint, not read yet."""
+"""An unread weight of a quantised checkpoint."""
 
 
 class SourceTensor:
@@ -68,11 +68,11 @@ class FormatFound(NamedTuple):
     """The packed formats that hold a module's experts."""
 
     format: ExpertFormat | None
-    """None: they are not quantised in the checkpoint."""
+    """The format of the experts; None if the checkpoint does not quantise them."""
     rounded: str
-    """What of them is rounded to it; empty: they are held exactly."""
+    """The experts' parts that are rounded to the format; empty if it holds all of them exactly."""
     coded: tuple[str, ...]
-    """The parameters that come as codes and are held exactly."""
+    """Parameters stored as codes that the format holds exactly."""
 
 
 class Source:

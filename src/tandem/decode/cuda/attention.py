@@ -78,7 +78,7 @@ def kernels_for(model: PreTrainedModel) -> DecodeKernels | None:
 
 
 def state_kernels(kernels: DecodeKernels | None) -> StateKernels | None:
-    """Return the kernels that advance states beside `kernels`; None: use torch."""
+    """Return the kernels for states, for use with `kernels`; None: use torch."""
     if kernels is None:
         return None
     from tandem.triton_kernels.states import TritonStates

@@ -62,7 +62,7 @@ class GraphBreak(NamedTuple):
     args: tuple[object, ...]
     result: Tensor
     first: tuple[Callable[[], object], ...]
-    """What is told of the segment before it, such as what a router has read."""
+    """Reports on the segment before, such as what a router has read."""
 
     def run(self) -> None:
         """Make the call after the segment before it; its result is queued for the next segment."""
@@ -72,7 +72,7 @@ class GraphBreak(NamedTuple):
 
 
 Save = Callable[[], Callable[[], None]]
-"""Notes what a step changes and returns what puts it back."""
+"""Saves what a step changes and returns the function that restores it."""
 
 # Returns a router's choice (n_tokens, top_k) with padding in the rows of padding tokens.
 Pad = Callable[[Tensor], Tensor]

@@ -28,7 +28,7 @@ class _Replay(NamedTuple):
     begin: Event
     end: Event
     chosen: Tensor
-    """By layer, on the host, behind `end`."""
+    """The layers' choices of experts on the host, complete after `end`."""
 
 
 class GraphedLayers:

@@ -22,13 +22,13 @@ class StepInputs:
         """Hold no tokens yet. Embeddings in host memory are read there."""
         self._num_idle = 0
         self.hidden = room_for_hidden(size)
-        """What the output head read, (n_tokens, width), if that is noted."""
+        """The output head's input, (n_tokens, width), if it is recorded."""
         with torch.inference_mode(False):
             self.ids = torch.zeros((size, 1), dtype=torch.int64, device=device)
             self.idle = torch.zeros((size, 1), dtype=torch.int64, device=device)
-            """-1 for padding tokens, 0 for the others: joined by `|` an id becomes padding."""
+            """0 for tokens, -1 for padding: `ids | idle` marks padding tokens."""
             self.last = torch.full((1,), size - 1, dtype=torch.int64, device=device)
-            """Where the last token is, before padding."""
+            """The index of the last token before the padding."""
             self._rows = StepRows(embeddings, size)
         self._host_ids, self._host_idle = HostTwin(self.ids), HostTwin(self.idle)
         self._host_last = HostTwin(self.last)

@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
     replayed: ReplayedStep
     resident: list[GraphedLayers]
-    """What computes layers inside its segments, from its capture on; at most one."""
+    """Computes layers inside the captured step's segments; at most one entry."""
 
 
 class Steps:

@@ -14,7 +14,7 @@ class GivenHidden:
         self._width, self._dtype = width, dtype
         self._fixed: dict[int, Tensor] = {}
         self.now = self.fixed(1)
-        """Of the next forward's tokens, (n_tokens, width)."""
+        """The hidden states for the next forward's tokens, (n_tokens, width)."""
 
     def give(self, hidden: Tensor) -> None:
         """Set the hidden states: (n_tokens, width)."""

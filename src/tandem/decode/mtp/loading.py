@@ -53,9 +53,9 @@ class _StoredLayer:
 
     path: Path
     names: Iterable[str]
-    """Of its tensors there."""
+    """The names of its tensors in the checkpoint."""
     tensors: Callable[[PreTrainedConfig, LoadJob], dict[str, object]]
-    """Returns them by the names of a model of one layer, as Transformers takes them."""
+    """Returns the tensors by their names in a Transformers model of one layer."""
 
 
 def load_mtp(

@@ -32,7 +32,7 @@ _INKLING = {
 }  # fmt: skip
 _INKLING_NEEDED = ("fc.weight", "enorm.weight", "hnorm.weight")
 GATE_UP_ROWS = "mlp.gate_up_rows."
-"""In a name: a gate's and an up projection's rows, one of each in turn."""
+"""The part of a name that marks interleaved rows of gate and up projections."""
 # The same for Inkling's decoder layer in its checkpoints.
 _INKLING_LAYER = {
     "attn_norm.": "input_layernorm.",

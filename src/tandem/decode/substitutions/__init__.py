@@ -53,4 +53,4 @@ FUNCTIONS: Mapping[str, Callable[[Function], Function | None]] = {
     "apply_rotary_pos_emb": rotary.rotary_like,
     **{name: partial(_always, function) for name, function in _BY_NAME.items()},
 }
-"""By the names that models' files call: what stands in place of a file's own, if anything."""
+"""Functions that model files call, by name; each returns the substitute, or None for none."""

@@ -103,12 +103,12 @@ class _Visible(NamedTuple):
     """The tokens before a token that it may attend to."""
 
     indices: Tensor | None
-    """The positions or blocks that an indexer selected; None: all."""
+    """Positions or blocks that an indexer selected; None selects all."""
     block: int
     chunk: int
-    """0: there are none."""
+    """Positions of a chunk; 0: no chunks."""
     has_mask: bool
-    """Whether the model has a mask of its own."""
+    """Whether the model passes its own mask."""
 
 
 def _visible(

@@ -111,7 +111,7 @@ class _WayBack:
 
     kernels: StreamKernels
     weights: Tensor
-    """Of `mix_in`."""
+    """The weights that `mix_in` returned."""
     streams: Tensor
 
 
@@ -120,10 +120,10 @@ class _Weights:
     """Stands for the weights of the way back while a layer's code uses them."""
 
     start: Tensor
-    """As `mix_in` returned them."""
+    """The weights that `mix_in` returned, unchanged."""
     back: _WayBack
     steps: tuple[tuple[str, tuple[object, ...]], ...] = ()
-    """What was done to them: names of methods of tensors, with their arguments."""
+    """Operations on them so far: names of tensor methods, with arguments."""
 
     def _then(self, name: str, *args: object, **kwargs: object) -> object:
         if kwargs:

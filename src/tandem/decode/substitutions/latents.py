@@ -91,9 +91,9 @@ class _Products(NamedTuple):
     """
 
     of_keys: Callable[[Tensor], Tensor]
-    """From a query's part without rotary embeddings to one for latents."""
+    """Maps the part of a query without rotary embeddings to a query for latents."""
     of_values: Callable[[Tensor], Tensor]
-    """From what was attended of latents to a head's result."""
+    """Maps attention over latents to a head's result."""
 
 
 def _products(module: ModelPart, num_heads: int) -> _Products:

@@ -32,10 +32,10 @@ class _Kind(NamedTuple):
 
     eps: float
     offset: float
-    """What is added to the weights: 1 where they are stored as their distance from it."""
+    """Added to the weights: 1 if a checkpoint stores weight - 1."""
     rounding: int
     num_groups: int
-    """Parts of a row that are divided by roots of their own."""
+    """Groups of a row, each normalised by its own root mean square."""
     gate: int
 
 

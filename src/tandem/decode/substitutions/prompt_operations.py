@@ -58,11 +58,12 @@ class PromptOperations(Meeting, TorchFunctionMode):
         super().__init__()
         self._threads = threads
         self._packed: dict[int, tuple[weakref.ref[Tensor], DenseWeight | None]] = {}
-        """Small weights in bf16, by their addresses as objects; None for one that is not exact."""
+        """Small weights in bf16, by the id of their tensor; None if bf16 does not hold it
+        exactly."""
         self._widened: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        """What fp32 tensors were made of that hold the values of a bf16 one."""
+        """By the id of an fp32 tensor, the bf16 tensor that it was converted from."""
         self.norm_kinds: dict[object, object] = {}
-        """What `norms` has found out about classes."""
+        """Cache for `norms`: its result for each class."""
 
     def __torch_function__(
         self,

@@ -100,9 +100,7 @@ def _turns_halves(own: Function, count: int, *, is_partial: bool) -> bool:
 
 
 def _turns_pairs(own: Function, count: int) -> bool:
-    """Return whether a function rotates pairs, tried on heads whose last four values are two
-    pairs.
-    """
+    """Test a function: return whether it rotates the last four values of heads as two pairs."""
     x, cos, sin, results = _tried(own, count, 2)
     pairs = torch.view_as_complex(x[..., 4:].unflatten(-1, (2, 2)).contiguous())
     turned = torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(-2)

@@ -40,7 +40,7 @@ class ShallowCopy:
         self._copies: dict[nn.Module, nn.Module] = {}
         self._configs: dict[int, PreTrainedConfig] = {}
         self._known: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
-        """The children that each module had when it was copied."""
+        """Each module's children at the time of the copy."""
         self._copy(self._original)
 
     def _copy(self, module: nn.Module) -> nn.Module:

@@ -16,9 +16,9 @@ class Substitution(NamedTuple):
     """A method of some modules, and its replacement."""
 
     matches: Callable[[ModelPart], bool]
-    """Whether a module is of the form that is known here."""
+    """Whether a module has the form that the substitute computes."""
     forward: Function
-    """Takes the module of the copy, and what the method takes."""
+    """Replaces the method: takes the module of the copy and the method's arguments."""
     method: str = "forward"
 
 

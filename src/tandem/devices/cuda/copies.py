@@ -67,7 +67,7 @@ class Link(NamedTuple):
 
     real: float
     wanted: float | None = None
-    """Makes the link slower than it is, so that a fast machine stands in for another."""
+    """Limits the link to this speed, so that a fast machine can stand in for a slower one."""
 
     @property
     def rate(self) -> float:
@@ -91,11 +91,11 @@ class _Job:
     generation: int
     is_ahead: bool
     leaves: int
-    """The key of what is in the slot, or `NOTHING`."""
+    """The key of the slot's present content, or `NOTHING`."""
     held: HeldExpert | None = None
-    """The expert, once there was room to hold it, until its bytes are in the slot."""
+    """The expert in host memory, held until its bytes are in the slot."""
     back: HeldExpert | None = None
-    """Room in host memory for what was in the slot."""
+    """Host memory reserved for the slot's present content."""
 
     def let_go(self) -> None:
         """Release the expert's host memory."""

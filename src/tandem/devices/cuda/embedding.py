@@ -79,7 +79,7 @@ class StepRows:
         """Serve `num_slots` slots; does nothing for embeddings that are on the device."""
         self._source = embeddings if isinstance(embeddings, HostEmbedding) else None
         self.memory: Tensor | None = None
-        """(num_slots, 1, embedding_dim)."""
+        """(num_slots, 1, embedding_dim)"""
         if self._source is not None:
             shape = num_slots, 1, self._source.embedding_dim
             with torch.inference_mode(False):

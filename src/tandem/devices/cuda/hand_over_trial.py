@@ -38,12 +38,12 @@ class TrialLimits:
     """The size of a trial, and how long it waits."""
 
     layers: int = 64
-    """Of a graph that is timed."""
+    """Layers of the graph that is timed."""
     asked_experts: int = 128
-    """Of the router that is asked while that is timed."""
+    """Experts of the router that is asked in the timed graph."""
     doorbell_seconds: float = 10.0
     come_seconds: float = 2.0
-    """Until a hand-over has come through."""
+    """Time limit for the first hand-over."""
 
 
 LIMITS = TrialLimits()

@@ -84,7 +84,7 @@ class HandedSteps(CapturedSteps):
         self._end: Event | None = None
         self._link: _native.DriverLink | None = None
         self.is_given_up = False
-        """Whether steps go the way of graph segments after all."""
+        """Whether hand-overs failed, so that steps run as graph segments."""
         if library is not None:
             streams.run(Stream.COMPUTE, lambda: self._open(library))  # makes this GPU current
 

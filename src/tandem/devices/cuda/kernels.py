@@ -25,7 +25,7 @@ class Prepared(NamedTuple):
     """A batch whose host part is done."""
 
     table: Tensor
-    """What the device must know, on the host: it is brought there first."""
+    """The batch's table on the host; it is copied to the device before the launch."""
     launch: Callable[[Tensor], None]
     """Queues the batch, given the table on the device."""
 
@@ -131,7 +131,7 @@ class TritonKernels:
 
 
 DeviceKernels = TorchKernels | TritonKernels
-"""Computes batches on a device and adds rows up there."""
+"""Computes batches on a device and sums their rows there."""
 
 
 def best_kernels(gpu: Gpu | None = None) -> DeviceKernels:

@@ -35,7 +35,8 @@ class Signals(Protocol):
 
     name: str
     wait_seconds: float
-    """Publish sets the doorbell itself, and combine waits, so long at most; 0: neither."""
+    """The longest time that combine waits, if this class rings the doorbell and waits itself; 0 if
+    stream operations do."""
 
     def ring(self, doorbell: Tensor) -> None:
         """Queue `doorbell = 1` after all queued work; no-op if kernels do it."""

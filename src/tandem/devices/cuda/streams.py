@@ -30,11 +30,11 @@ class Stream(Enum):
     """The CUDA streams in use. Streams wait for each other only through events."""
 
     COMPUTE = "compute"
-    """The stream on which the model runs."""
+    """The stream that runs the model."""
     FETCH = "fetch"
     """Copies that a layer waits for."""
     AHEAD = "ahead"
-    """Copies for later, of lower priority."""
+    """Copies for later layers, at lower priority."""
 
 
 class HostCopy(NamedTuple):

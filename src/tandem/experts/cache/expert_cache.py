@@ -35,7 +35,7 @@ class Machine:
     profile: HardwareProfile
     shape: ShapeCosts
     path: StepPath = PLAIN_PATH
-    """The way of decode steps, whose host costs are in `shape`."""
+    """The path of decode steps; `shape` contains its host costs."""
 
 
 class ExpertCache:

@@ -41,7 +41,7 @@ class ExpertPlace:
     first: int
     stride: int
     sums: tuple[int, ...] = ()
-    """CRC-32C of `stride` bytes from each expert on; empty where the file has none."""
+    """CRC-32C of each expert's `stride` bytes; empty if the file has no checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class SlotStatistics:
     hits: int = 0
     misses: int = 0
     device_hits: int = 0
-    """Experts that a device took from memory, beside those that layers used here."""
+    """Experts that a device found in memory, not counted in `hits`."""
     device_misses: int = 0
     """Experts that were read from the disk for a device."""
     read_bytes: int = 0
@@ -90,17 +90,17 @@ class HostSlots:
         ]
         counts = [layer.arrivals.num_experts for layer in layers]
         self.share = share_of(memory_bytes, sizes, counts)
-        """Of each layer's experts that memory holds."""
+        """The share of each layer's experts that memory holds."""
         self.num_slots = [int(count * self.share) for count in counts]
         self.slot_bytes = max(sizes)
         self.files = sorted({place.file for place in places})
         self.has_sums = all(place.sums for place in places)
-        """Whether damaged bytes are found."""
+        """Whether all files have checksums, so that damaged bytes are detected."""
         self._transit = page_aligned(num_transit(counts), max(sizes))
         self.transit_bytes = self._transit.nbytes
         self._memory = list(map(page_aligned, self.num_slots, sizes))
         self.memory = *self._memory, self._transit
-        """Of the slots, by layer, and of those that all layers share."""
+        """The memory of each layer's slots, then of the transit slots."""
         self.num_bytes = sum(memory.nbytes for memory in self.memory)
         self.resident_bytes = self.num_bytes - self.transit_bytes
         self._tables = _tables(eviction, counts, self.num_slots, top_k)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 SCORINGS = ("", "sigmoid", "sqrtsoftplus")
-"""Names of these functions, as kernels number them; the first is none."""
+"""The kernels' numbering of scoring functions; the empty name means none."""
 
 
 class AskedRouter(NamedTuple):

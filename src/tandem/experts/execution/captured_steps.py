@@ -144,8 +144,7 @@ class CapturedSteps:
             return
         if not self.coordinator.abort_step(PATIENCE_SECONDS):
             raise DeviceLostError(
-                "the thread that answers decode steps has not come back from one; start the "
-                "program again"
+                "the answering thread did not return from a decode step; start the program again"
             )
         self._num_tokens = 0
         self._apply_step()

@@ -63,11 +63,12 @@ class Device(MemoryPool, Protocol):
     """An accelerator."""
 
     computes_beside: bool
-    """Whether launched batches run beside the host, which then begins with its own share."""
+    """Whether launched batches run in parallel with the host, which then starts its own share
+    first."""
     rows: RowMemory
     """Device memory for rows."""
     host_rows: RowMemory
-    """Host memory for the same, which `upload` is fast from."""
+    """Host memory for rows, from which `upload` is fast."""
 
     def memory(self) -> DeviceMemory:
         """Return total and free memory."""

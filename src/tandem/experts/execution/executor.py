@@ -47,11 +47,12 @@ class DirectCall(NamedTuple):
 
     layer: _native.RoutedLayer
     choice: tuple[Tensor, Tensor] | None
-    """Index and weights to read instead of the router's; every step fills them as it begins."""
+    """Index and weights that replace the router's; every step fills them at its start."""
     report: Callable[[Tensor, int], None] | None
-    """Takes the index and the number of active experts once a call is done; None: nobody asks."""
+    """Called after each call with the index and the number of active experts; None: not needed."""
     add: Callable[[_native.Program, tuple[Tensor, Tensor, Tensor, Tensor]], None] | None = None
-    """Adds the call (hidden, index, weights, out) to a program, where it is not just the layer."""
+    """Adds the call (hidden, index, weights, out) to a program; None: the program calls the
+    layer."""
 
 
 class Executor(ABC):
@@ -63,11 +64,11 @@ class Executor(ABC):
     cache: ExpertCache | None = None
     """The expert cache on a device; None if the CPU computes every expert."""
     device: Device | None = None
-    """The device whose slots a replay may read by itself; None if calls change on their way."""
+    """The device whose slots a replay may read directly; None if calls change between steps."""
     needs_steps = False
-    """Whether each forward pass must be announced by `begin_step`, also a replayed one."""
+    """Whether `begin_step` must announce each forward pass, even a replayed one."""
     takes_drafts = True
-    """Whether a decode step may have several tokens of a sequence, which may be taken back."""
+    """Whether a decode step may have several tokens of a sequence and reject some of them later."""
 
     def __init__(self, store: HostStore) -> None:
         """Serve a store's layers."""
@@ -143,7 +144,7 @@ class Executor(ABC):
 def unheard(executor: Executor | None) -> Iterator[None]:
     """Hide trial steps from an executor's listeners (None: no executor).
 
-    Listeners sum up, learn from and show only what answers took.
+    Listeners count, learn from and show only the steps of answers.
     """
     if executor is None:
         yield

@@ -149,7 +149,7 @@ class StartedWork:
 
     _finish: Callable[[], None]
     _batch: ExpertBatch
-    """Its tensors must live until the end."""
+    """Stored because its tensors must live until the end."""
     _on_busy: Callable[[float], None] | None
     _begin: float
 

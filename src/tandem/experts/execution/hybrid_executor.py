@@ -77,9 +77,9 @@ class HybridExecutor(Executor):
         self.cache, self.device = cache, device
         self._in_graph = in_graph
         self.look_ahead: Callable[[int], Sequence[Hint]] | None = None
-        """Asked, for each layer that is about to be planned, what the next one will want."""
+        """Called for each layer before it is planned; returns hints for the next layer."""
         self.captured: CapturedSteps | None = None
-        """Computes decode steps of few tokens instead of plans: in a GPU's graphs."""
+        """Computes small decode steps in CUDA graphs, without plans."""
         self._kernels = kernels
         self._turn = threading.Lock()
         self._announced: tuple[Sequence[int], bool] | None = None

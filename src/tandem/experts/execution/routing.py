@@ -132,6 +132,7 @@ class Routing:
 
 
 SumRows = Callable[[Tensor], Tensor]
-"""Sums rows (n_rows, width) fp32 to tokens, in the order of a choice that it knows."""
+"""Sums rows (n_rows, width) fp32 to tokens, in the order of the prepared choice."""
 PrepareSum = Callable[[Tensor, Tensor], SumRows]
-"""Takes the row of each choice or -1, and the weights; does what can be done before the rows."""
+"""Takes the row of each choice (-1: none) and the weights, and prepares the sum before the rows
+exist."""

@@ -27,7 +27,7 @@ from tandem.policy.cost import HardwareProfile, ShapeCosts, interpolate
 from tandem.policy.plan import Geometry
 
 EMULATED = "emulated"
-"""The GPU of a profile that was measured without one: all its times are the CPU's."""
+"""The GPU's name in a profile that was measured without one; all its times are the CPU's."""
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EXPERTS_AT_ONCE = 8
 REPETITIONS = 7

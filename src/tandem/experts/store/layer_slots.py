@@ -15,7 +15,7 @@ class LayerSlots:
 
     native: _native.HostSlots
     number: int
-    """The layer's, among those that have slots."""
+    """The layer's index among those that have slots."""
     expert_bytes: int
 
     def hold(self, expert: int) -> HeldExpert:

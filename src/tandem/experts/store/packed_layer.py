@@ -43,7 +43,7 @@ from tandem.kernels.reference import ExpertWeights
 
 STORED_NAME = "experts"
 InputImportance = Callable[[str, tuple[int, int]], Tensor | None]
-"""Returns (num_experts, inputs) of a parameter by its whole name; None: unknown."""
+"""Returns a parameter's importance (num_experts, inputs) by its full name, or None if unknown."""
 STORED_ORDER_NAME = "input_order"
 
 
@@ -68,11 +68,11 @@ class PackedLayer:
         self.layout = _layout(arrivals, fmt, is_transposed=is_transposed)
         self.is_transposed = is_transposed
         self.input_order: Tensor | None = None
-        """Which input each of an expert's columns takes: (num_experts, hidden_size)."""
+        """The input index of each expert's columns: (num_experts, hidden_size)."""
         self.slots: LayerSlots | None = None
-        """From where experts are taken that lie on the disk; None: from the buffers."""
+        """The slots for experts on the disk; None: the buffers hold all experts."""
         self.importance: InputImportance | None = None
-        """What inputs count when weights are rounded; None: all alike."""
+        """The importance of inputs for rounding weights; None: all inputs count the same."""
         self._is_interleaved = is_interleaved
         self._stored: Tensor | None = None
         self._buffers: Tensor | None = None
@@ -235,7 +235,7 @@ class PackedLayer:
         return self.hold(expert) if self.slots is None else self.slots.try_hold(expert)
 
     def take_back(self, expert: int) -> HeldExpert | None:
-        """Return room for an expert that leaves a device; see `LayerSlots.take_back`."""
+        """Return memory for an expert that a device evicts; see `LayerSlots.take_back`."""
         return None if self.slots is None else self.slots.take_back(expert)
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
@@ -252,7 +252,7 @@ class PackedLayer:
         return self.layout.num_bytes
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the layer's tensors for a packed checkpoint, by name; contiguous, with gaps."""
+        """Return the tensors for a packed checkpoint by name, including gaps between experts."""
         order = {} if self.input_order is None else {STORED_ORDER_NAME: self.input_order}
         experts = self.buffers if self._stored is None else self._stored
         return {STORED_NAME: experts, **order}

@@ -35,7 +35,7 @@ class Pinned(NamedTuple):
     num_bytes: int
     total_bytes: int
     moved_bytes: int = 0
-    """Of it, what was copied out of mapped files or away from others' pages before."""
+    """Bytes that were first copied out of mapped files, or off pages shared with other data."""
     why_not_all: str | None = None
 
 

@@ -16,12 +16,12 @@ class LayerCounts:
     """Active experts that were resident and ready when planned."""
     on_device: int = 0
     fetched: int = 0
-    """Copies that the layer waited for."""
+    """Experts whose copies the layer waited for."""
     inserted: int = 0
     prefetched: int = 0
     evicted: int = 0
     device_waited_seconds: float = 0.0
-    """What the device stood still for the CPU, by the plans' own times."""
+    """Time that the device waited for the CPU, as planned."""
     cpu_waited_seconds: float = 0.0
 
     def __add__(self, other: "LayerCounts") -> "LayerCounts":

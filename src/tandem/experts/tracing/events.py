@@ -16,22 +16,22 @@ class LayerExecuted(NamedTuple):
     num_tokens: int
     num_active_experts: int
     num_expert_rows: int
-    """(token, expert) pairs that were computed."""
+    """Computed (token, expert) pairs."""
     touched_bytes: int
-    """Expert weights that had to be read."""
+    """Bytes of expert weights read."""
     load: LayerLoad | None = None
-    """What was planned for; None where nothing plans."""
+    """The load that was planned; None without a planner."""
     plan: LayerPlan | None = None
-    """What was carried out."""
+    """The plan that was executed."""
     step_copies: tuple[Copy, ...] = ()
-    """Copies ahead that were issued when the step began; only with its first layer."""
+    """Prefetches issued at the beginning of the step; only in the event of its first layer."""
     begin_seconds: float = 0.0
-    """When the layer was planned, by the planner's clock."""
+    """When the layer was planned, on the planner's clock."""
     end_seconds: float = 0.0
     plan_seconds: float = 0.0
-    """Real time that planning took."""
+    """Wall time of planning."""
     chosen: Tensor | None = None
-    """Where there is no load: the router's choice (n_tokens, top_k), to be read during the call."""
+    """Without a load: the router's choice (n_tokens, top_k), valid only during the call."""
 
 
 Listener = Callable[[LayerExecuted], None]
@@ -43,7 +43,7 @@ class ExpertStatistics:
 
     touched_bytes: int = 0
     separate_bytes: int = 0
-    """What would have been read if no two tokens of a step had shared an expert."""
+    """Bytes that would be read if no tokens of a step shared experts."""
     active_experts: int = 0
     expert_rows: int = 0
 

@@ -58,7 +58,7 @@ class Row:
     machine: str
     what: str
     forecast: tuple[float, float]
-    """Tokens per second of a prompt and of an answer."""
+    """Tokens per second of prefill and of decode."""
     measured: tuple[float, float]
     version: str
 

@@ -58,7 +58,7 @@ def hand_over() -> Said:
 
 
 def _memories() -> tuple[CudaStreams, Tensor, Tensor]:
-    """Return streams, and host and GPU memory between which they copy."""
+    """Return streams, host memory and GPU memory, for timing copies."""
     streams = CudaStreams()
     host = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu")
     return streams, host, streams.empty(_COPY_BYTES)

@@ -30,7 +30,7 @@ class Record:
     speeds: Sequence[Outcome]
     """Forecasts beside measurements."""
     smoke: Sequence[Outcome] = ()
-    """What was tried and works, or does not."""
+    """Features that were tried, and whether they work."""
 
     def anonymous(self) -> "Record":
         """Return the record without local directories and the names of host and user."""

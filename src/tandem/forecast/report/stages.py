@@ -38,7 +38,7 @@ class Said:
     text: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     profile: HardwareProfile | None = None
-    """The times that were measured by the way."""
+    """The profile that the stage measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Stage:
 
     name: str
     run: Callable[[], Said]
-    """A function of a module, which the child process imports."""
+    """A module-level function, because the child process imports it."""
     limit_seconds: float = 120.0
 
 
@@ -60,7 +60,7 @@ class Outcome:
     said: Said
     seconds: float
     details: str = ""
-    """Of a failure: the end of its traceback."""
+    """The end of a failure's traceback."""
 
 
 def run_stages(stages: Sequence[Stage], begin: Callable[[Stage], None]) -> Iterator[Outcome]:

@@ -11,12 +11,12 @@ class DraftCounts:
     """Totals over decode steps that could have verified drafted tokens."""
 
     steps: Counter[int] = field(default_factory=Counter)
-    """Steps by the number of drafted tokens that they verified."""
+    """The number of steps by the number of drafted tokens verified."""
     num_unpaid: int = 0
-    """Of those without, the ones in which there was something to draft that would not have paid."""
+    """Steps without drafted tokens although the drafter had some: they would not have paid."""
     saved_bytes: int = 0
-    """Weights of experts that steps did not read, as tokens that were kept shared experts, less
-    what only rejected ones touched; 0 where nobody counts what experts read."""
+    """Bytes of expert weights that drafting saved because accepted tokens shared experts, minus the
+    bytes that only rejected tokens used; 0 if bytes are not counted."""
 
     @property
     def num_drafting(self) -> int:

@@ -14,7 +14,7 @@ from tandem.decode.slots import SlotPool, num_shared
 from tandem.policy.speculation.drafter import SureDraft
 
 NewPool = Callable[[int], CpuSlotPool]
-"""Returns so many slots of the model that drafts."""
+"""Returns a pool with this many slots for the draft model."""
 
 _MOST_STEP_TOKENS = 8  # tokens of a slot in one step; more are read as a prompt
 
@@ -30,7 +30,7 @@ class DraftModel:
     """A draft model whose slots have the same numbers as those of the model that it drafts for."""
 
     needs_hidden = False
-    """Whether it reads what the other model's output head reads."""
+    """Whether it reads the hidden states that enter the main model's output head."""
 
     def __init__(self, new_pool: NewPool, num_tokens: int) -> None:
         """Draft tokens with ids below `num_tokens`; its slots are created on first use."""

@@ -32,14 +32,14 @@ class DraftParts:
     """What drafters are made from."""
 
     model: PreTrainedModel
-    """The model that they draft for."""
+    """The model that verifies the drafts."""
     threads: CpuThreads
     draft: PreTrainedModel | None = None
-    """A small model with the same tokens, if there is one."""
+    """A small model with the same vocabulary."""
     shares_answers: bool = True
-    """Whether look-up drafts from earlier answers too, or from a request's own text alone."""
+    """Whether prompt look-up searches earlier answers too, not just the request's own text."""
     mtp_from: Path | None = None
-    """The checkpoint with the model's MTP layer, where it is not the model's own."""
+    """The checkpoint that has the MTP layer, if the model's own has none."""
 
 
 DRAFTERS: Registry[Drafting | DraftModel] = Registry("drafter")

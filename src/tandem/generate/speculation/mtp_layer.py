@@ -26,11 +26,11 @@ class _Pairs:
     """What is known of a sequence."""
 
     start: int
-    """Position of the first pair that the slot holds, or will."""
+    """Position of the slot's first pair."""
     first: int
-    """Position of the first of `rows`, which are not read yet."""
+    """Position of the first row of `rows`."""
     rows: Tensor
-    """What was made of the tokens up to these positions, (positions, width)."""
+    """Hidden states of the positions from `first` on, not read yet: (positions, width)."""
 
     @property
     def num_read(self) -> int:
@@ -55,7 +55,7 @@ class MtpLayer:
         self._last: dict[int, Tensor] = {}
         self._tried: dict[int, Tensor] = {}
         self.after: MtpLayer | None = None
-        """The next layer, which reads what this one makes of certain pairs."""
+        """The next MTP layer, which reads this one's outputs for certain pairs."""
 
     def forget(self) -> None:
         """Drop all slots."""

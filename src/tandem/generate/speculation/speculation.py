@@ -22,15 +22,15 @@ class Speculation:
 
     ways: Sequence[Drafting]
     models: Sequence[DraftModel] = ()
-    """Of the ways, those that write ahead in slots of their own."""
+    """The draft models among `ways`, which write ahead in their own slots."""
     costs: StepCosts = field(default_factory=StepCosts)
     counts: DraftCounts = field(default_factory=DraftCounts)
     why_none: str | None = None
-    """Why the steps that were done last cannot verify drafted tokens, as one sentence."""
+    """Why the latest steps could not verify drafted tokens, as one sentence."""
     experts: ExpertStatistics | None = None
-    """Who counts what experts read, if someone does: then `counts` has what drafts saved of it."""
+    """Counts the bytes of experts that steps read, from which `counts` computes the saved bytes."""
     on_kept: Callable[[int, int], None] | None = None
-    """Called after steps that verified drafted tokens, as `note_kept` is."""
+    """Called like `note_kept`, after steps that verified drafted tokens."""
     _read_before: ExpertStatistics | None = None
 
     @property

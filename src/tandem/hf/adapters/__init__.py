@@ -29,10 +29,10 @@ ADAPTERS: Mapping[str, Adapter] = {
     "step3p7.modeling_step3p7.Step3p7Experts": Step3p7Experts,
     "llama4.modeling_llama4.Llama4ForCausalLM": with_image_outputs,
 }
-"""By the class in `transformers.models` whose modules they replace."""
+"""The adapter for each class in `transformers.models`."""
 
 TEXT_MODELS: Mapping[str, str] = {"step3p5": "Step3p5ForCausalLM"}
-"""By model type, which is a file's name here: the class."""
+"""The class for each model type, whose file here has the model type as its name."""
 
 
 def text_class(model_type: str) -> type[PreTrainedModel] | None:

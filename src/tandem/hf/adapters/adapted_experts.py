@@ -13,9 +13,9 @@ class StackedRows(NamedTuple):
     """Checkpoint tensors in which the rows of all experts are stacked."""
 
     sources: tuple[str, ...]
-    """The ends of their names; an expert's rows of each are stacked."""
+    """Suffixes of their names; each expert's rows of all of them are concatenated."""
     target: str
-    """The end of the parameter's name that they become."""
+    """The suffix of the resulting parameter's name."""
     are_transposed: bool = False
     """Whether an expert's rows are the columns of its matrix."""
 

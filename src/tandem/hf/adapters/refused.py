@@ -9,7 +9,8 @@ REFUSED: Mapping[str, str] = {
     "switch_transformers": "it is an encoder with a decoder, which Tandem does not run",
     "vitpose_backbone": "it finds poses in images, and writes no text",
 }
-"""By the folder in `transformers.models`, which is the model type but for its hyphens."""
+"""The reason for refusing a model, by its folder in `transformers.models` (the model type without
+hyphens)."""
 
 
 def why_no_adapter(model_type: str) -> str | None:

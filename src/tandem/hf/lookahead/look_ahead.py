@@ -35,10 +35,10 @@ class LookAhead:
         """Listen to `routers`, in the order of the MoE layers, until `close`."""
         self.residuals = residuals
         self.guesses: dict[str, Tensor] = {}
-        """By source, the experts (n_tokens, top_k) predicted for the layer after the last one."""
+        """By source: the experts (n_tokens, top_k) predicted for the next layer."""
         self.cosines: list[tuple[float, float]] | None = None
-        """Set to a list, it receives for each call of a next router how like the guess's input was
-        to the true one, on average over the tokens: (without, with the residual)."""
+        """If set to a list: each call of a next router appends the cosine similarity between the
+        predicted and the true router input, averaged over tokens: (without, with the residual)."""
         self._routers = routers
         self.sources = tuple(sources)
         self._hidden: Tensor | None = None  # what the last router read: (n_tokens, hidden_size)

@@ -24,10 +24,10 @@ class Router(NamedTuple):
 
     module: nn.Module
     rest: tuple[object, ...]
-    """What it takes after the hidden state; TOKEN_IDS where ids belong."""
+    """The arguments after the hidden state; TOKEN_IDS stands for the ids."""
     options: dict[str, object]
     place: int
-    """Where in its outputs the choice stands."""
+    """The index of the choice among its outputs."""
     hidden_size: int
 
     @property

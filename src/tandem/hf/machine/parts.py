@@ -50,14 +50,12 @@ class ObservedModel:
     geometry: Geometry
     call: ExpertsCall
     host_slots: HostSlots | None
-    """What holds a part of the experts in memory; None: all are."""
+    """Holds some of the experts in memory; None: all experts are in memory."""
     runs_in_order: bool
-    """Whether a token goes through all layers of the store, once each and in their order."""
+    """Whether each token passes through all layers of the store exactly once, in order."""
     asked_routers: Sequence[AskedRouter | None] | None = None
-    """The routers behind the first one, where they are to be asked ahead and a graph can do it.
-
-    None among them: what it chooses is known.
-    """
+    """The routers after the first one, if a graph can ask them ahead. None entries: the choice is
+    known."""
 
     @property
     def model_type(self) -> str:
@@ -187,7 +185,7 @@ class DeviceParts:
     machine: Machine
     share: MemoryShare
     reserved_bytes: int = 0
-    """Of the share, for dense parts, KV cache and workspace."""
+    """Bytes of the share reserved for dense parts, KV cache and workspace."""
     captured: Callable[[ExpertCache], CapturedSteps | None] = lambda cache: None
-    """Makes what computes decode steps of few tokens without plans, where there is that."""
+    """Returns what computes small decode steps without plans; None if the device cannot."""
     make_executor: Callable[[ExpertCache, Device, ExpertKernels], HybridExecutor] = HybridExecutor

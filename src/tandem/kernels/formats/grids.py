@@ -13,9 +13,9 @@ class BitField:
 
     base: int
     fours: int
-    """Bits from the first of four numbers to the first of the next four."""
+    """Bits from a group of four numbers to the next group."""
     step: int
-    """Bits from a number to the next of its four; 0: they are one."""
+    """Bits between neighbours of a group; 0: the group shares one number."""
     width: int
 
     def at(self, number: int) -> int:
@@ -28,20 +28,20 @@ class Grid:
     """The layout of the words of 256 columns; the same as `Grid` in `csrc/grids.hpp`."""
 
     words: int
-    """Of 32 bits."""
+    """32-bit words per 256 columns."""
     line_cols: int
-    """Numbers of a line, each 16 / line_cols bits of it."""
+    """Columns of a line of the grid; each takes 16 / line_cols bits of the line."""
     low: BitField
-    """Eight bits of each line's number."""
+    """The low eight bits of each line's index."""
     high: BitField | None
-    """The bits above them."""
+    """The bits of the index above them."""
     signs: BitField
-    """Of eight columns: one for all (IQ1: it moves them), seven and an eighth that makes their
-    number even, or eight."""
+    """Sign bits of eight columns: one that shifts all (IQ1), seven with the eighth from even
+    parity, or eight."""
     scales: BitField
-    """Of each group: it is twice the number plus one."""
+    """The scale of each group is twice this number plus one."""
     factor: BitField | None = None
-    """Of IQ1_M: four parts of the fp16 factor, the lowest first; others have theirs apart."""
+    """IQ1_M's fp16 factor in four parts, the lowest first; other formats store it separately."""
 
     @property
     def line_bits(self) -> int:

@@ -19,8 +19,9 @@ def fit_mxfp4(
     """Return e2m1 codes 0..15 (like `x`, whole numbers) and uint8 E8M0 scales (rows, groups).
 
     `x` is (rows, groups, 32) fp32, `peak` (rows, groups) its largest magnitudes. Without the search
-    the exponent is the OCP MX rule's, the peak's own less 2, which saturates peaks above 6 * 2^e;
-    the search tries the next one too, and the one below, where a peak counts little.
+    the exponent follows the OCP MX rule: the peak's own minus 2, which saturates peaks above
+    6 * 2^e. The search also tries the exponents above and below; the lower one may be better if
+    the peak has little importance.
     """
     exponent = torch.frexp(peak).exponent - 3  # frexp returns a mantissa of 0.5 to 1
     exponent.clamp_(min=-E8M0_BIAS)

@@ -25,7 +25,7 @@ class Rounding(NamedTuple):
     weight: Tensor
     name: str = "weight"
     importance: Tensor | None = None
-    """What the squared errors of the columns count: (padded cols,) fp32."""
+    """Weights of the columns' squared errors: (padded cols,) fp32."""
 
 
 def quantize_natively(roundings: Sequence[Rounding], *, has_search: bool = True) -> bool:

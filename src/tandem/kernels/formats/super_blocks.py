@@ -10,7 +10,7 @@ from tandem.kernels.formats.codes import decode, nearest_codes, of_groups
 from tandem.kernels.formats.weight_format import WeightFormat
 
 MOST_STRETCH = 1.25
-"""How much larger than that of least error a factor is at most."""
+"""The largest ratio of a factor to the factor of least error."""
 _LARGEST: dict[str, int] = {"int8": 127, "nibble": 15}  # the largest numbers of the bytes
 
 

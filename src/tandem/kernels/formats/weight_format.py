@@ -32,23 +32,24 @@ class Encoding:
     """How a kind of format stores weights and scales; all other code reads this record."""
 
     number: int
-    """What `csrc/packed.hpp` calls it."""
+    """The format's number in `csrc/packed.hpp`."""
     bits: int
     element: Element
     scale: Scale | None = None
     rows_per_scale: int = 1
     has_minima: bool = False
-    """Whether each scale is followed by what is added after it, of the same type."""
+    """Whether a minimum of the same type follows each scale; it is added to scaled codes."""
     codes: tuple[int, int] = (0, 0)
-    """Lowest and highest code as checkpoints give them."""
+    """Lowest and highest code in checkpoints."""
     offset: int = 0
-    """What is added to a code to store it; the stored code of zero."""
+    """Stored code = code + offset, so this is the stored code of zero."""
     super_cols: int = 0
-    """Columns whose scales (and minima) are to be multiplied by a factor; 0: none, or the row's."""
+    """Columns of a super-block, whose scales (and minima) share a factor; 0: one factor per row, or
+    none."""
     table: tuple[float, ...] = ()
-    """What each stored code stands for, of tables; powers of two of the formats' own units."""
+    """Values of the stored codes of table formats, in the format's own units (powers of two)."""
     grid: Grid | None = None
-    """Where codes are lines of numbers: codes and scales lie in the words that it says."""
+    """Set if codes are lines of a grid: describes the words that hold codes and scales."""
 
     @property
     def scale_bytes(self) -> float:
@@ -168,7 +169,7 @@ class WeightFormat:
     name: str
     kind: str
     group_size: int | None = None
-    """Columns that share a scale; None where there are no scales."""
+    """Columns that share a scale; None: no scales."""
 
     @property
     def encoding(self) -> Encoding:

@@ -68,9 +68,10 @@ class StaticKvCache(SlotCache):
         self.stream_kernels = stream_kernels
         self.capacity = _rounded(capacity)
         self.generation = 0
-        """Grows when whatever was captured is void: without kernels, with the cache."""
+        """Increases when captured steps become invalid: when the cache grows, if there are no
+        kernels."""
         self.attended_length = 0 if kernels is not None else _SHORTEST_LENGTH
-        """Positions that a decode step reads, whatever the slots hold; 0: as many as they hold."""
+        """Positions that each decode step reads; 0: as many as the slots hold."""
         self._device = device
         self._make_room = make_room
         self._kv_dtype, self._kernels = kv_dtype, kernels

@@ -134,9 +134,9 @@ class StepPlaces:
         self.slots = self._memory[:num_tokens]
         self.positions = self._memory[self._width : self._width + num_tokens]
         self.prompt_lengths = self._memory[2 * self._width : 2 * self._width + num_tokens]
-        """Of each token's slot; see `SlotCache.prompt_lengths`."""
+        """The prompt length of each token's slot; see `SlotCache.prompt_lengths`."""
         self.runs = self._memory[3 * self._width :].view(num_tokens, fields)
-        """As of `device_states.Run`."""
+        """The step's runs in the layout of `device_states.Run`."""
 
     def bring(
         self,

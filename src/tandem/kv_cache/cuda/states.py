@@ -50,7 +50,7 @@ class _Part(NamedTuple):
 
     tokens: SlotTokens
     places: StepPlaces | Segment
-    """Of a step, or of a prompt."""
+    """The positions of a step or of a prompt segment."""
 
 
 class DeviceStates(KeptStates[DeviceLayer]):
@@ -65,7 +65,7 @@ class DeviceStates(KeptStates[DeviceLayer]):
         self._half = [0] * num_slots  # of a slot's log, that is read next
         self._parts: list[_Part] = []
         self.have_log = True
-        """Whether drafted tokens are kept or done again in the step that is announced."""
+        """Whether the announced step logs or repeats drafted tokens."""
 
     def _of(self, layer: DeviceLayer) -> tuple[Tensor, ...]:
         return layer.memory

@@ -31,7 +31,7 @@ class _Layer(NamedTuple):
     memory: LayerMemory
     window: int
     ratio: int
-    """Tokens that have a compressed key together; 0: the layer has its window alone."""
+    """Tokens per compressed key; 0: the layer has only its window."""
 
     @property
     def ring(self) -> int:

@@ -54,9 +54,9 @@ class _Read(NamedTuple):
 
 
 class _Residents(NamedTuple):
-    """Experts with a slot, first spilled first; by spills: what is left to the GPU, and the CPU's.
+    """Experts with a slot, in the order of spilling; the other lists are by number of spills.
 
-    `spilled` ends where memory lacks the next one.
+    `spilled` ends before the first expert that memory lacks.
     """
 
     order: list[int]

@@ -34,7 +34,8 @@ class LayerProblem(NamedTuple):
     copy_wake: float = 0.0
     read: float = 0.0  # seconds to read one expert from a disk
     places: Sequence[int] = ()
-    """Where memory over a disk has each expert (`tandem.policy.reads`). Empty: memory has all."""
+    """Where memory over a disk holds each expert (`tandem.policy.reads`). Empty: memory holds
+    all."""
 
     def is_on_disk(self, i: int) -> bool:
         """Tell whether the expert at a position must be read before CPU or link can have it."""

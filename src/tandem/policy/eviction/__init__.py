@@ -8,7 +8,7 @@ from tandem.policy.eviction.policy import Eviction
 __all__ = ["EVICTIONS", "IN_HOST_SLOTS", "Eviction"]
 
 IN_HOST_SLOTS = ("next-use", "lru")
-"""Those by which experts of a disk are kept in memory: native code decides that by itself."""
+"""The policies for host slots, which native code implements."""
 
 EVICTIONS: Registry[Eviction] = Registry("eviction")
 EVICTIONS.register("next-use", formerly="successor")(NextUse)

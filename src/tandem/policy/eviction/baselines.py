@@ -181,7 +181,7 @@ class DaliWindow(Eviction):
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
     ) -> Sequence[int]:
-        """Return the `swaps` best absent experts at the end of a window, else none."""
+        """Return the `swaps` best absent experts at the end of a window, otherwise no experts."""
         if self._is_prefill or self._steps_of_layer[layer] < self._window:
             return ()
         first, score = layer * self._geometry.num_experts, self._score

@@ -41,9 +41,9 @@ class Span(NamedTuple):
     """How far predictions of the next use look ahead."""
 
     horizon: int
-    """Steps."""
+    """Steps that predictions look ahead."""
     discount: float
-    """What a step later takes off."""
+    """The discount per step of delay."""
 
 
 USUAL_SPAN = Span(HORIZON, DISCOUNT)
@@ -103,7 +103,7 @@ class NextUse(Eviction, LearnsInTables):
         self._num_experts = geometry.num_experts
         make = pure_tables if tables is None else tables.next_use
         self.tables = make(geometry)
-        """By layer."""
+        """One table per layer."""
         self._above: Sequence[int] = ()
         self._is_prefill = False
         self._batch = 1  # tokens of the last decode step

@@ -16,7 +16,7 @@ class Eviction(Protocol):
     # link has time).
     background: str
     reads_weights: bool = False
-    """Whether `touch` reads the gate weights of a load, which else are left out."""
+    """Whether `touch` reads a load's gate weights; otherwise they are omitted."""
 
     def resized(self, set_sizes: Sequence[int]) -> None:
         """Set how many slots each set of the cache has: one per layer, or one for all."""

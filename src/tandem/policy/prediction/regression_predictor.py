@@ -31,7 +31,7 @@ class PredictorState(NamedTuple):
     """The state between steps, without the tables."""
 
     before: Sequence[Sequence[int]]
-    """By layer, the experts of the step before."""
+    """The previous step's experts, by layer."""
     counts: Counts
     of_hints: Counts
 

@@ -35,14 +35,14 @@ class Acceptance:
     """The rates of all drafts of one drafter."""
 
     decay: float = _DECAY
-    """What a token counts for when one more has come."""
+    """The factor of a token's weight for each newer token."""
     prior: float = 0.4
-    """What is expected before anything is known."""
+    """The rate before any evidence."""
     prior_weight: float = 2.0
-    """As how many tokens that counts."""
+    """The weight of the prior, in tokens."""
     common_weight: float = 0.0
-    """As how many tokens of one kind the rate of all kinds together counts: much for places in a
-    draft, which are alike; 0 for kinds of matches, which are not."""
+    """The weight of the common rate of all kinds, in tokens of one kind: large for positions in a
+    draft, which behave alike; 0 for kinds of matches, which do not."""
     _common: _Rate = field(default_factory=_Rate)
     _rates: defaultdict[int, _Rate] = field(default_factory=lambda: defaultdict(_Rate))
 
@@ -73,7 +73,7 @@ class OpenDraft:
 
     draft: Draft = field(default_factory=lambda: Draft((), ()))
     length: int = 0
-    """Tokens of the sequence that the draft followed."""
+    """The length of the sequence before the draft, in tokens."""
     num_judged: int = 0
     is_wrong: bool = False
 

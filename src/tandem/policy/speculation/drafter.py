@@ -13,8 +13,8 @@ class Draft(NamedTuple):
 
     tokens: Sequence[int]
     evidence: Sequence[int]
-    """For each token, if those before it come true, which kind of evidence the drafter has for it:
-    tokens of one kind are judged by each other."""
+    """The kind of evidence for each token, given that those before it are right; tokens of one kind
+    share an acceptance rate."""
 
 
 class Drafter(Protocol):
@@ -35,7 +35,7 @@ class SureDraft(NamedTuple):
 
     tokens: Sequence[int]
     sureness: Sequence[float] = ()
-    """From 0 to 1; empty: the drafter does not know."""
+    """Probabilities from 0 to 1; empty: the drafter does not know them."""
 
 
 class PaidDrafter(Protocol):

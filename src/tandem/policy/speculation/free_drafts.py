@@ -27,9 +27,10 @@ class _Request:
     open: OpenDraft = field(default_factory=OpenDraft)
     allowance: float = _FIRST_ALLOWANCE
     length: int = 0
-    """Tokens of the sequence when the last step was planned."""
+    """The length of the sequence, in tokens, when the last step was planned."""
     price: float | None = None
-    """What the last step's drafts cost it, in decode steps; None: it had none."""
+    """The cost of the sequence's drafts in the last step, in decode steps; None: it had no
+    drafts."""
 
     def settle(self, length: int) -> None:
         """Count the tokens since the last plan: each right draft saved a step."""
@@ -44,11 +45,11 @@ class _Chosen(NamedTuple):
     """The drafted tokens of a step."""
 
     gain: float = 0.0
-    """Expected tokens a second over those of a step without drafts."""
+    """Expected tokens per second, relative to a step without drafts."""
     price: float = 0.0
-    """What each costs, in decode steps of one request."""
+    """The cost of each drafted token, in decode steps of one request."""
     counts: Mapping[int, int] = {}
-    """How many, by slot."""
+    """The number of drafted tokens by slot."""
 
 
 @dataclass(slots=True)

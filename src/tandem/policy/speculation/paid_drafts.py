@@ -42,9 +42,9 @@ class _Terms(NamedTuple):
 
     batch: int
     length: int
-    """Tokens that each sequence has drafted, if the drafter does not know which come true."""
+    """Drafted tokens per sequence, if the drafter does not report its confidence."""
     speed: float
-    """Tokens a second that are expected of that."""
+    """Expected tokens per second with `length` drafted tokens per sequence."""
     costs: StepCosts
     is_trial: bool
 
@@ -56,7 +56,7 @@ class _Judged:
     by_place: OpenDraft
     by_sureness: OpenDraft
     is_cut: bool
-    """Whether it has fewer tokens than were asked for."""
+    """Whether the draft has fewer tokens than the drafter was asked for."""
 
 
 @dataclass(slots=True)
@@ -65,20 +65,21 @@ class PaidDrafts:
 
     drafter: PaidDrafter
     clock: Callable[[], float]
-    """Tells the seconds that drafting takes."""
+    """Returns the current time in seconds, to measure drafting."""
     acceptance: Acceptance = field(
         default_factory=lambda: Acceptance(_DECAY, _PRIOR, _PRIOR_WEIGHT, _COMMON_WEIGHT)
     )
-    """By place: how often a token is drafted and comes true, if those before did."""
+    """By position in the draft: how often a token is drafted and right, given that those before it
+    are."""
     sureness: Acceptance = field(
         default_factory=lambda: Acceptance(_DECAY, prior_weight=_SURENESS_WEIGHT)
     )
-    """By how sure the drafter was, in tenths."""
+    """By the drafter's confidence, in tenths: how often a token is right."""
     costs: StepCosts = field(default_factory=lambda: StepCosts(float))
-    """Of drafting so many tokens for each sequence."""
+    """The cost of drafting, by the number of tokens per sequence."""
     _open: dict[int, _Judged] = field(default_factory=dict)
     _is_sure: bool = False
-    """Whether the drafter has told how sure it is."""
+    """Whether the drafter reports its confidence."""
     _num_drafts: int = 0
     _num_idle_steps: int = 0
     _patience: int = _TRIED_AGAIN_AFTER

@@ -15,11 +15,11 @@ class NextStep(NamedTuple):
     """The decode step for which tokens are drafted."""
 
     histories: Mapping[int, Sequence[int]]
-    """All tokens of each request that may have drafted ones, by slot."""
+    """By slot: all tokens of each request that may have drafts."""
     rooms: Mapping[int, int]
-    """How many drafted tokens each may have."""
+    """By slot: the most drafted tokens that each request may have."""
     batch: int
-    """Requests that decode."""
+    """The number of requests that decode."""
     costs: StepCosts
 
 
@@ -27,11 +27,11 @@ class Plan(NamedTuple):
     """Drafts for a step."""
 
     gain: float
-    """Expected tokens a second over those of a step without drafts."""
+    """Expected tokens per second, relative to a step without drafts."""
     least_gain: float
-    """Below it the plan is not worth a try."""
+    """The least gain for which the plan is worth a try."""
     drafts: Callable[[], Drafts]
-    """Returns the drafts; may take the time that the gain accounts for."""
+    """Returns the drafts; their time is included in the gain."""
 
     @property
     def is_worth(self) -> bool:

@@ -64,7 +64,8 @@ class StepCosts:
     shape_weight: float = _TYPICAL
     _line: _Line = field(default_factory=_Line)
     _own: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)
-    """Of each size the latest steps: their numbers, and what they took beyond shape and line."""
+    """For each step size, the latest steps: (step number, time minus the estimate of shape and
+    line)."""
     _num_steps: int = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:

@@ -15,7 +15,7 @@ from tandem.policy.planner import Planner
 from tandem.policy.residency import NOWHERE
 
 StepShape = Callable[[int], float]
-"""Returns what a step of so many tokens takes, in any unit."""
+"""Returns the relative time of a step with this many tokens."""
 
 # The largest step size that is modelled in detail; larger ones follow a power law.
 _MOST_TOKENS = 8
@@ -42,7 +42,7 @@ class TouchedExperts:
     """The shape for experts that are computed where they are resident, otherwise by the CPU."""
 
     planner: Callable[[], Planner]
-    """Returns who knows what is resident, and what it costs."""
+    """Returns the planner, which knows the resident experts and the costs."""
     _recent: dict[int, deque[Sequence[int]]] = field(default_factory=dict)
     _seconds: list[float] = field(default_factory=lambda: [0.0] * (_MOST_TOKENS + 1))
     _num_seen: int = 0

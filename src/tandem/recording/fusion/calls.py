@@ -75,7 +75,7 @@ def find_calls(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
 class _Call(NamedTuple):
     call: NativeCall
     refs: list[Ref]
-    """What it reads."""
+    """The tensors that the call reads."""
 
 
 def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:

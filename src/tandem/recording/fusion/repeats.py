@@ -16,7 +16,7 @@ _RANDOM = ("rand", "bernoulli", "multinomial", "dropout", "normal", "exponential
 def without_repeats(operations: list[Operation], tensors: list[Tensor]) -> list[Operation]:
     """Remove torch operations that repeat an earlier one with the same arguments.
 
-    Operations on memory that is written in place, or read while it may be, stay.
+    Keeps operations that read or write memory which any operation modifies in place.
     """
     written = {
         memory_of(tensors[r.number]) for op in operations if op.has_effects for r in op.inputs

@@ -19,18 +19,19 @@ class Recipe:
     """Which tensors of a file make up one parameter, and how."""
 
     tensors: tuple[str, ...]
-    """Their rows follow each other. Names within a layer, or of the whole model."""
+    """Tensors whose rows are concatenated, named within a layer or in the whole model."""
     rows: Order | None = None
-    """Which row of the file's each row of Transformers' is."""
+    """For each row in Transformers, its row in the file."""
     columns: Order | None = None
-    """Which column of Transformers' each column of the file's is."""
+    """For each column in the file, its column in Transformers."""
     values: Values | None = None
-    """What makes the parameter's values of those of the tensors, instead of joining them."""
+    """Computes the parameter from its tensors; None concatenates them."""
 
 
 Names = dict[str, "str | Recipe | tuple[str | Recipe, ...]"]
-"""By a parameter's name within its layer, or the end of it, with or without its kind (weight,
-bias): the tensor's name, likewise; or a recipe; or several of which a file has one."""
+"""Keys: a parameter's name within its layer or the end of it, with or without its kind (weight,
+bias). Values: the tensor's name in the same form; a recipe; or alternatives, of which a file has
+one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,13 @@ class Architecture:
 
     config: Callable[[GgufHeader], PreTrainedConfig]
     names: Names = field(default_factory=dict)
-    """Beside those of `COMMON`, and before them."""
+    """Names that this architecture adds to `COMMON`; they are looked up first."""
     is_interleaved: bool = False
-    """Whether Transformers keeps gate and up row by row in turn."""
+    """Whether Transformers interleaves gate and up rows."""
     is_transposed: bool = False
-    """Whether it keeps experts' matrices turned."""
+    """Whether Transformers stores experts' matrices transposed."""
     may_be_dense: bool = False
-    """Whether there are files without experts."""
+    """Whether some files of this architecture have no experts."""
 
     def recipe(self, parameter: str, has: Callable[[str], bool]) -> Recipe | None:
         """Return how to make a parameter, named within its layer, from tensors that the file
