@@ -211,8 +211,7 @@ void init_attention(AttentionCall* self, int cache_type, std::int64_t num_heads,
                     std::int64_t num_kv_heads, std::int64_t key_dim, std::int64_t value_dim,
                     float scale, float softcap, std::int64_t window, const MaybeTensor& sinks,
                     bool is_joint) {
-  require(cache_type >= 0 && cache_type <= static_cast<int>(KvType::kInt8),
-          "a known type of a KV cache");
+  require(cache_type >= 0 && cache_type <= static_cast<int>(KvType::kInt8), "a KV cache type");
   constexpr std::int64_t kMost = 1 << 20;
   require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0 && key_dim > 0 &&
               value_dim > 0 && num_heads <= kMost && key_dim <= kMost && value_dim <= kMost,
@@ -249,8 +248,7 @@ void set_cache(AttentionCall& call, const Tensor& keys, const Tensor& values) {
 // value.
 void set_compressed(AttentionCall& call, const Tensor& keys, std::int64_t ratio) {
   keys.require_dims("keys", 3);
-  require(ratio >= 1 && call.is_joint,
-          "a layer with joint keys, and at least one token per compressed key");
+  require(ratio >= 1 && call.is_joint, "joint keys, and at least one token per compressed key");
   const std::int64_t slots = keys.size(0), capacity = keys.size(1);
   call.compressed = {};
   call.compressed.keys = keys.memory("keys", slots * capacity * call.layout.joint_bytes(), true);

@@ -45,13 +45,11 @@ void add_norm(Program& program, float eps, int rounding, const Tensor& x,
   require(gate_kind >= 0 && gate_kind <= static_cast<int>(GateKind::kSigmoidAfter) &&
               (gate_kind != 0) == gate.has_value(),
           "a gate where there is a kind of gate");
-  require(rounding >= 0 && rounding <= static_cast<int>(NormRounding::kFactor),
-          "a known kind of rounding");
+  require(rounding >= 0 && rounding <= static_cast<int>(NormRounding::kFactor), "a known rounding");
   require(rows.count % weight_rows == 0, "a multiple of the weight's rows");
   EvenRows gates{};
   if (gate) gates = even_rows(*gate, "gate", type);
-  if (gate && (gates.count != rows.count || gate->size(-1) != cols))
-    gate->refuse("gate", "the shape of x");
+  if (gate && (gates.count != rows.count || gate->size(-1) != cols)) gate->refuse("gate", "the sizes of x");
   program.add(RmsNorm{rows.count, cols, eps, static_cast<NormRounding>(rounding), type, rows.data, rows.stride,
                       dense_or_null<const float>(weight, "weight", weight_rows * cols), weight_rows,
                       static_cast<GateKind>(gate_kind), gates.data, gates.stride,
@@ -64,8 +62,7 @@ void add_rotary(Program& program, const Tensor& x, const Tensor& cos, const Tens
   const ValueType type = x.value_type("x");
   const HeadView heads = heads_of(x, "x", type, -1, -1, -1);
   const std::int64_t tokens = x.size(0), turned = cos.size(-1);
-  require(turned <= x.size(2) && turned % 2 == 0,
-          "an even number of angles, at most the head size");
+  require(turned <= x.size(2) && turned % 2 == 0, "an even number of angles within a head");
   program.add(Rotary{tokens, x.size(1), x.size(2), turned, type, heads.data, heads.token_stride,
                      heads.head_stride, cos.values("cos", type, tokens * turned),
                      sin.values("sin", type, tokens * turned),
@@ -151,9 +148,7 @@ std::int64_t add_experts(Program& program, const RoutedLayer& layer, const Tenso
   return program.add(layer, routed_call(layer, hidden, index, weights, out));
 }
 
-void require_log(const DraftLog& log) {
-  require(log.kept != nullptr, "a layer with a log of drafts");
-}
+void require_log(const DraftLog& log) { require(log.kept != nullptr, "a layer with a draft log"); }
 
 StateTokens state_tokens(std::int64_t count, const Tensor& slots, const Tensor& positions,
                          bool have_drafts) {
@@ -334,8 +329,7 @@ void init_recurrence(Recurrence* self, std::int64_t num_heads, std::int64_t num_
   layer.is_delta = is_delta;
   layer.is_normalised = is_normalised;
   layer.scale = scale;
-  require((layer.decay_kind == DecayKind::kByPair) == factor.has_value(),
-          "factors if, and only if, decays are by pair");
+  require((layer.decay_kind == DecayKind::kByPair) == factor.has_value(), "factors of decays by pair");
   const std::int64_t padded = layer.blocks() * kStateBlock * key_dim, slots = states.size(0);
   layer.factor = dense_or_null<const float>(factor, "factor", padded);
   layer.skip = dense_or_null<const float>(skip, "skip", num_heads * value_dim);
