@@ -343,7 +343,7 @@ float softcapped(float x, float cap) { return cap * std::tanh(x / cap); }
 float activated(const ActivationSpec& spec, float gate, float up) {
   switch (spec.kind) {
     case Activation::kGeluTanhGate: return gelu_tanh(gate) * up;
-    case Activation::kRelu2: return gate <= 0 ? 0 : gate * gate;  // keeps NaN
+    case Activation::kRelu2: return gate <= 0 ? 0 : gate * gate;
     case Activation::kSoftcapped:
       return softcapped(gate, spec.alpha) * sigmoid(gate) * softcapped(up, spec.limit);
     case Activation::kSwiglu: {

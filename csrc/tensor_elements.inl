@@ -227,7 +227,8 @@ inline void combine_values(const Elementwise& call) {
     for (; at[3] < sizes[3]; at[3] += kPart) {
       const std::int64_t count = std::min(kPart, sizes[3] - at[3]);
       if (call.a.data) load_operand(call.a, at, count, a.values);
-      else std::fill_n(a.values, count, call.a.scalar);  // again: the result overwrites it
+      else
+        std::fill_n(a.values, count, call.a.scalar);  // again: the result overwrites it
       if (operands > 1) load_operand(call.b, at, count, b.values);
       if (operands > 2) load_operand(call.c, at, count, c.values);
       if (operands == 1) change(call.kind, count, a.values);

@@ -60,7 +60,7 @@ WHEELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
         (FakeProbe(), "this machine has 0"),
         (FakeProbe([OLD]), r"Tesla P40 has compute capability 6\.1"),
         (FakeProbe([VOLTA], built_for=WHEELS), r"V100.* 7\.0, and this torch .*sm_75.*build of t"),
-        (FakeProbe([TURING], built_for=["sm_80", "sm_90a"]), r"T4 has .* for sm_80, sm_90a alone"),
+        (FakeProbe([TURING], built_for=["sm_80", "sm_90a"]), r"T4 has .* only for sm_80, sm_90a"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_one_sentence(probe: FakeProbe, sentence: str) -> None:
