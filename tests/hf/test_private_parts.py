@@ -23,7 +23,7 @@ ELSEWHERE = {
             f"triton_kernels/{name}.py"
             for name in (
                 *("attention", "compression", "hand_over", "hyper_connections", "recurrent"),
-                *("index_keys", "small", "vector", "windows"),
+                *("index_keys", "prompt_attention", "small", "sorting", "vector", "windows"),
             )
         ),
         ("_sum_combine", "_elementwise_max", "_elementwise_min"),

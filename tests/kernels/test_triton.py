@@ -130,5 +130,5 @@ def test_all_kernels_of_a_model_are_compiled_when_it_is_loaded_and_are_few() -> 
         assert counts["met"] > 10
         assert counts["later"] == 0
     assert experts["loaded"] <= 15
-    assert one["loaded"] <= 20  # with packed linear layers of one format, whatever their shapes
-    assert two["loaded"] <= 26
+    assert one["loaded"] <= 21  # with packed linear layers of one format, whatever their shapes
+    assert two["loaded"] <= 27

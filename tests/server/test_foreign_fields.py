@@ -115,7 +115,7 @@ def test_a_schema_rules_wherever_it_stands(server: RunningServer, fields: dict[s
         ({"guided_regex": "("}, "regular expression cannot be followed"),
         ({"guided_grammar": "?? ::= ((("}, "grammar cannot be followed"),
         ({"guided_json": "no"}, "not a JSON object"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice rule one"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice are given"),
         ({"stop_token_ids": [999]}, "token id 999 is unknown"),
     ],
 )
