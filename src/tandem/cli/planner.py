@@ -132,7 +132,7 @@ class Planner:
 def _over_disk(
     plan: "Plan", files: Sequence[Path], offload: OffloadOptions
 ) -> "tuple[SlotsOverDisk | None, DiskForecast | None]":
-    """Return what memory holds of a packed model with some experts on the disk, and its speed.
+    """Return which experts memory holds if the others stay on the disk, and the speed of that.
 
     The experts on the disk are those that do not fit, or exceed `expert_memory`; None if there are
     none. The speed is on the CPU, if that was measured. Raises `TandemError` if a load would

@@ -38,10 +38,10 @@ class Ring:
         self._asked = 0, 0
 
     def begin_step(self, *, in_graph: bool = False, may_fetch: bool = True) -> list[int]:
-        """Return slots to the cache if nothing is fetched, or nothing was for some steps.
+        """Take the slots that a step may need; return the keys of the experts that leave them.
 
-        A step in one graph gets all its slots at once: as many as one layer of recent steps has
-        asked for. Returns the keys that leave for them.
+        A step in one graph takes them at once: as many as a layer of recent steps has asked for.
+        Slots go back to the cache if the step may not fetch, or recent steps did not.
         """
         self._quiet_steps += 1
         if not may_fetch or self._quiet_steps > QUIET_STEPS:

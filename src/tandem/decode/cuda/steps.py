@@ -85,7 +85,7 @@ class Steps:
 
     @property
     def by_size(self) -> Mapping[tuple[Any, ...], Step]:
-        """The steps by size, whether of a prompt, and form."""
+        """The steps; a key has a step's size, whether it is a prompt, and its form."""
         return self._steps
 
     def inputs_of(self, count: int) -> StepInputs:

@@ -67,10 +67,10 @@ JOINING = ("fc.", "e_proj.", "h_proj.", "enorm.", "hnorm.")
 
 
 def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
-    """Return, for each MTP layer, its names in a single-layer model by those in the checkpoint.
+    """Return a dict for each MTP layer, in order: {name in the checkpoint: name in a one-layer model}.
 
-    In order; empty if there is none in a known layout. Under `mtp.` all layers share the tensors
-    outside the layers, if there are any.
+    The list is empty if the checkpoint has no MTP layers in a known layout. Under `mtp.` all layers
+    share the tensors outside the layers, if there are any.
     """
     names = list(names)
     found: list[dict[str, str]] = []
