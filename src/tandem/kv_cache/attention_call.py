@@ -70,7 +70,7 @@ class Beside(NamedTuple):
 
     @classmethod
     def of(cls, attention: CachedAttention, given: Sequence[Tensor]) -> "Beside":
-        """Name the tensors `given` for a layer: those that it has, in this order, then a selection."""
+        """Name the tensors given for a layer: those that it has, in order, then a selection."""
         rest = iter(given)
         compressed = None if attention.compressed is None else next(rest)
         states = next(rest) if attention.has_bias else None

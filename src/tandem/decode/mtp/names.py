@@ -67,7 +67,7 @@ JOINING = ("fc.", "e_proj.", "h_proj.", "enorm.", "hnorm.")
 
 
 def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
-    """Return a dict for each MTP layer, in order: {name in the checkpoint: name in a one-layer model}.
+    """Return for each MTP layer, in order, {name in the checkpoint: name in a one-layer model}.
 
     The list is empty if the checkpoint has no MTP layers in a known layout. Under `mtp.` all layers
     share the tensors outside the layers, if there are any.
