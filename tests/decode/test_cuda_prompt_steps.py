@@ -63,7 +63,7 @@ def test_prompts_of_any_length_behind_any_text_give_the_models_logits(
         each = {0: 50, 1: 51} if number else {0: 50}
         close(ours.decode(each), theirs.decode(each), 2e-4)
     assert captured_sizes(ours) == {8}
-    assert len(events) == 6 * len(runtime_in(model).store)  # each prompt is told once
+    assert len(events) == 6 * len(runtime_in(model).store)  # each prompt is reported once
     ours.keep(0, 11)
     theirs.keep(0, 11)
     close(ours.prefill({0: text(7)}), theirs.prefill({0: text(7)}), 2e-4)

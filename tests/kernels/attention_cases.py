@@ -10,6 +10,11 @@ from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.cuda.cache import StaticKvCache
 from tandem.kv_cache.cuda.layers import DecodeKernels
 
+# Of a form: windows, chunks, softcaps.
+VARIANTS: list[dict[str, Any]] = [
+    {"window": 5}, {"window": 64}, {"chunk": 70}, {"softcap": 3.0}, {"window": 40, "softcap": 20.0},
+]  # fmt: skip
+
 
 def form_of(
     heads: int, kv_heads: int, key_dim: int, value_dim: int = 0, **more: Any

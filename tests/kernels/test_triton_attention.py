@@ -11,7 +11,7 @@ from tandem.kernels.attention import AttentionForm, Segment
 from tandem.kv_cache.attention_call import AttentionCall
 from tandem.kv_cache.cuda.cache import StaticKvCache
 from tandem.kv_cache.cuda.layers import DecodeKernels
-from tests.kernels.attention_cases import attend_both, form_of
+from tests.kernels.attention_cases import VARIANTS, attend_both, form_of
 from tests.kernels.interpreter import interpreted_module
 from tests.kernels.test_triton import SHARED_KIB, compiler_says
 
@@ -65,17 +65,7 @@ def test_what_torch_gives_whatever_shapes_and_lengths(
     require_same(kernels, form, lengths)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"window": 5},
-        {"window": 64},
-        {"chunk": 70},
-        {"softcap": 3.0},
-        {"window": 40, "softcap": 20.0},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("more", VARIANTS, ids=str)
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_windows_softcaps_and_sinks(
     kernels: DecodeKernels, more: dict[str, Any], has_sinks: bool

@@ -1,4 +1,4 @@
-"""The steps of a pool of slots on a GPU: one of each size and form, captured once it is worth it.
+"""The steps of a pool of slots on a GPU: one of each size and form, captured when that pays.
 
 A step has 1, 2, 4, 8... tokens, so that few sizes are captured; its slots are an input. Padding
 tokens fill a step up to its size: they choose no experts, and they write after a slot's contents.
