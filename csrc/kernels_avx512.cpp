@@ -77,8 +77,9 @@ void quantize(const float* row, std::int64_t cols, std::int64_t group, Format fo
     __m512i sum = _mm512_setzero_si512();
     for (std::int64_t k = 0; k < group; k += 16) {
       const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), inverse));
+      const __m128i bytes = _mm512_cvtepi32_epi8(q);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(quantized + g * group + k),
-                       _mm512_cvtepi32_epi8(q));
+                       is_grid(format) ? in_grid_order(bytes) : bytes);
       sum = _mm512_add_epi32(sum, q);
     }
     scales[g] = top / 127.0f;

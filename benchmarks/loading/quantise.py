@@ -1,6 +1,6 @@
 """The quantiser's speed against llama.cpp's, in turns.
 
-    python -m benchmarks.loading.quantise [--threads N] [--rounds N]
+    python -m benchmarks.loading.quantise [--threads N] [--rounds N] [--isa NAME]
 
 One matrix of bf16 weights, as in a checkpoint, is quantised to Tandem's formats with their scale
 search, and to Q4_0 and Q4_K by `ggml_quantize_chunk` of an installed llama-cpp-python. Its source
@@ -24,7 +24,8 @@ from benchmarks.loading.ggml import Ggml
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from tandem.kernels.engine import best_isa
+from tandem.kernels import engine
+from tandem.kernels.engine import choose_isa
 from tandem.kernels.formats import PackedMatrix, find_format
 from tandem.kernels.formats.packed import write_weight
 
@@ -66,7 +67,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--isa", default="", help="Tandem's instruction set; default: the best")
     flags = parser.parse_args()
+    isa = choose_isa(flags.isa)
+    setattr(engine, "best_isa", lambda: isa)  # noqa: B010  a function, for the type checker
     torch.set_num_threads(flags.threads)
     weights = (
         0.02 * torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(1))
@@ -83,11 +87,11 @@ def main() -> None:
             run()
             times.append(perf_counter() - start)
     speeds = {name: weights.numel() / median(times[1:]) / 1e6 for name, times in seconds.items()}
-    print(f"{best_isa()}, {flags.threads} threads, {ROWS} x {COLS} bf16 weights")
+    print(f"{isa}, {flags.threads} threads, {ROWS} x {COLS} bf16 weights")
     for name, speed in speeds.items():
         over = [f"{speed / speeds[rival]:6.2f} x {rival}" for rival in RIVALS if rival in speeds]
         print(f"{name:10} {speed:7.0f} M weights/s  {'  '.join(over)}")
-    print(json.dumps({"threads": flags.threads, "isa": best_isa(), "million_per_second": speeds}))
+    print(json.dumps({"threads": flags.threads, "isa": isa, "million_per_second": speeds}))
 
 
 if __name__ == "__main__":

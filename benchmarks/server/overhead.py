@@ -173,7 +173,7 @@ def outside(turns: Turns, server: RunningServer, rounds: int, tokens: int) -> An
 
 def release(model: str, flags: list[str], rounds: int) -> Any:
     """Return the decode steps between a client's disconnection and the next request's work."""
-    with running_server(model, "--max-running", "1", *flags) as server:
+    with running_server(model, "--max-running", "1", "--speculate", "none", *flags) as server:
         stream_gaps(server, 30)
         step = statistics.median(stream_gaps(server, 30))
         delays = []

@@ -38,6 +38,9 @@ from tandem.server.serving import Source, serve
 
 PROMPT = "Tell me a long story about a river, its people and their boats."
 
+# A prompt that is asked again would be answered from drafts, several tokens at once.
+_SPECULATE = "none"
+
 
 def generator_gaps(generator: Generator, tokens: int) -> list[float]:
     """Return the seconds between the tokens of a greedy answer."""
@@ -99,7 +102,7 @@ def load(
 
     def answer(number: int, frame: Any) -> None:
         if not generators:  # by now the server has packed its layers
-            generators.append(Generator(model, tokenizer))
+            generators.append(Generator(model, tokenizer, speculate=_SPECULATE))
         gaps = generator_gaps(generators[0], tokens)
         touched = {num_tokens: step_bytes(model, num_tokens) for num_tokens in (1, 4)}
         with open(results, "a", encoding="utf-8") as file:
@@ -134,9 +137,11 @@ def main() -> None:
 
     try:
         serve(
-            source, ServerOptions(port=0), EngineSettings(max_running=8, part_tokens=256),
+            source,
+            ServerOptions(port=0),
+            EngineSettings(max_running=8, part_tokens=256, speculate=_SPECULATE),
             on_ready=announce,
-        )  # fmt: skip
+        )
     finally:
         os.unlink(results)
 
