@@ -28,6 +28,7 @@ _GAP_SECONDS, _HEALTH_SECONDS, _GROWTH = 1.0, 0.1, 1.02
 # Share of the time after which memory is compared; until then caches and the KV cache grow.
 _WARM_UP = 0.3
 _TOKENS = 400
+_GAPS = 8  # the longest ones, with their times
 # Hostile clients would be on other machines: here they yield to the server.
 _NICENESS = 5
 
@@ -36,7 +37,8 @@ _NICENESS = 5
 class Heard:
     """The observations of the normal client."""
 
-    gaps: list[float]
+    gaps: dict[float, float]
+    """Seconds between two tokens of a stream, by the time of the second one."""
     first: list[float]
     """Seconds to the first token of each stream."""
     health: list[float]
@@ -45,8 +47,9 @@ class Heard:
 
 
 async def _listen(port: int, seconds: float) -> Heard:
-    heard = Heard([], [], [], 0, [])
-    end = time.monotonic() + seconds
+    heard = Heard({}, [], [], 0, [])
+    begin = time.monotonic()
+    end = begin + seconds
     asking = asyncio.ensure_future(_ask_health(port, heard.health))
     refused = 0
     body = {"messages": [{"role": "user", "content": "Tell a story."}], "stream": True,
@@ -59,7 +62,8 @@ async def _listen(port: int, seconds: float) -> Heard:
         elif status >= 500 or status == 0:
             heard.failed.append(status)
     asking.cancel()
-    return Heard(heard.gaps, heard.first, heard.health, refused, heard.failed)
+    gaps = {now - begin: gap for now, gap in heard.gaps.items()}
+    return Heard(gaps, heard.first, heard.health, refused, heard.failed)
 
 
 async def _stream(port: int, body: bytes, heard: Heard, end: float) -> int:
@@ -74,7 +78,10 @@ async def _stream(port: int, body: bytes, heard: Heard, end: float) -> int:
             # The first one has the role and no text: it comes before the request has a slot.
             if b'"content":' in line and b'"content":""' not in line:
                 now = time.monotonic()
-                (heard.first if latest is None else heard.gaps).append(now - (latest or began))
+                if latest is None:
+                    heard.first.append(now - began)
+                else:
+                    heard.gaps[now] = now - latest
                 latest = now
             elif line.startswith(b"data: [DONE]"):
                 break
@@ -137,11 +144,13 @@ def _judge(heard: Heard, target: Target, memory: list[int]) -> list[str]:
     early = memory[int(len(memory) * _WARM_UP) :]
     tenth = max(1, len(early) // 5)
     before, after = statistics.median(early[:tenth]), statistics.median(early[-tenth:])
-    gap, health = max(heard.gaps, default=0.0), max(heard.health, default=0.0)
+    longest = sorted(heard.gaps.items(), key=lambda gap: -gap[1])[:_GAPS]
+    gap, health = max(heard.gaps.values(), default=0.0), max(heard.health, default=0.0)
     failed = sum(n for what, n in target.statuses.items() if what.split(": ")[1][0] == "5")
     found = {
         "longest_gap_seconds": round(gap, 3),
-        "median_gap_seconds": round(statistics.median(heard.gaps or [0.0]), 4),
+        "median_gap_seconds": round(statistics.median(heard.gaps.values() or [0.0]), 4),
+        "longest_gaps": [[round(at, 1), round(gap, 3)] for at, gap in longest],
         "tokens": len(heard.gaps),
         "longest_first_seconds": round(max(heard.first, default=0.0), 2),
         "refused_streams": heard.refused,

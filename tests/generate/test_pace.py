@@ -8,13 +8,18 @@ MOST = 256
 
 
 def play(
-    pace: Pace, *, chunk_seconds_per_token: float, decode_seconds: float, num_chunks: int = 40
+    pace: Pace,
+    *,
+    chunk_seconds_per_token: float,
+    decode_seconds: float,
+    chunk_seconds: float = 0.05,
+    num_chunks: int = 40,
 ) -> tuple[list[float], float]:
     """Return a stream's gaps beside a long prompt, and its share of the time."""
     gaps, streaming = [], 0.0
     for _ in range(num_chunks):
         num_tokens = pace.chunk_tokens(MOST)
-        seconds = 0.05 + num_tokens * chunk_seconds_per_token  # a chunk has a cost of its own
+        seconds = chunk_seconds + num_tokens * chunk_seconds_per_token
         pace.prefilled(num_tokens, seconds)
         gap = seconds
         while True:
@@ -38,6 +43,24 @@ def test_gaps_stay_within_their_bound_and_streams_keep_their_share(per_token: fl
         assert pace.chunk_tokens(MOST) == MOST
     else:
         assert max(settled) > 0.35, "no shorter than it must be"
+
+
+def test_chunks_of_a_large_model_are_not_short_in_vain() -> None:
+    """A chunk reads all experts, which takes longer than the gap: few tokens would save little."""
+    pace = Pace(0.5)
+    gaps, _ = play(
+        pace, chunk_seconds_per_token=0.0075, decode_seconds=0.05, chunk_seconds=0.8, num_chunks=80
+    )
+    assert pace.chunk_tokens(MOST) > 48
+    shortest = 0.8 + 16 * 0.0075
+    assert max(gaps[len(gaps) // 2 :]) < 1.75 * shortest + 0.05
+
+
+def test_a_slow_first_chunk_does_not_make_the_next_ones_long() -> None:
+    pace = Pace(0.5)
+    pace.prefilled(16, 9.0)
+    gaps, _ = play(pace, chunk_seconds_per_token=0.005, decode_seconds=0.03)
+    assert max(gaps[len(gaps) // 2 :]) < 0.55
 
 
 def test_one_slow_chunk_does_not_shrink_the_next_to_nothing() -> None:

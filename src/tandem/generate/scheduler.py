@@ -241,8 +241,7 @@ class Scheduler:
 
         Returns the next tokens of prompts that are complete, and of these streams.
         """
-        start, num_streams = time.perf_counter(), len(self._decoding)
-        part = num_streams / self.num_running
+        start, part = time.perf_counter(), len(self._decoding) / self.num_running
         num_tokens = sum(end - one.num_done for one, end in chunk)
         logits = self._chunk_logits(chunk, joining)
         self.counts.prompt_tokens += num_tokens
@@ -260,7 +259,7 @@ class Scheduler:
             token_outputs += self._attempt([running.request], choose)
         seconds = time.perf_counter() - start
         self.counts.prefill_seconds += seconds
-        if self._pace is not None and num_streams:
+        if self._pace is not None:
             self._pace.prefilled(num_tokens, seconds, part=part, has_decoded=bool(joining))
         return token_outputs
 
