@@ -139,6 +139,19 @@ def test_a_long_prompt_stops_neither_streams_nor_short_prompts(generator: tandem
 
 
 @pytest.mark.every_isa
+def test_prompts_are_completed_one_after_the_other(generator: tandem.Generator) -> None:
+    scheduler = generator.scheduler(4, chunk_tokens=PART)
+    for number in range(4):  # the last one is long
+        length = PART + 8 if number < 3 else 12 * PART
+        scheduler.add(request_of(number, [40 + number] * length, max_new_tokens=1))
+    chunks: list[int] = []
+    for number in range(1, 50):
+        outputs = [one for one in scheduler.step() if one.token_id is not None]
+        chunks += [number] * len(outputs)
+    assert chunks[0] == 3, "two for the first prompt, one for the second between them"
+    assert len(chunks) == 4, "the long prompt has its turns"
+
+
 def test_a_long_prompt_lets_streams_through_in_shorter_parts(
     packed_generator: tandem.Generator,
 ) -> None:

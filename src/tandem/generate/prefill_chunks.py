@@ -48,6 +48,7 @@ class PrefillChunks:
         self._pool, self._prefixes, self._pace = pool, prefixes, pace
         self._chunk_tokens = chunk_tokens if pool.can_prefill_in_chunks else 1 << 62
         self._merges_prompts = merges_prompts
+        self._completes_first = False
         self._is_alike_however_cut = pool.can_prefill_in_chunks and not any(
             isinstance(module, nn.Linear) for module in model.modules()
         )
@@ -61,7 +62,7 @@ class PrefillChunks:
             return []
         size = self._size(num_streams)
         chunk: list[ChunkPart] = []
-        for running in sorted(prompts, key=lambda one: one.request.priority):
+        for running in self._in_order(prompts, size):
             is_alone = not self._may_merge(running)
             if chunk and (size <= 0 or is_alone):
                 break
@@ -81,6 +82,21 @@ class PrefillChunks:
             if is_alone:
                 break
         return chunk
+
+    def _in_order(self, prompts: Sequence[Running], size: int) -> list[Running]:
+        """Return prompts by priority, then in every second chunk those it can complete first.
+
+        The fewest remaining tokens come first among them. The other chunks serve prompts in turn,
+        so that a long prompt is not overtaken for ever.
+        """
+        self._completes_first = not self._completes_first
+
+        def rank(running: Running) -> tuple[int, int]:
+            left = len(running.request.prompt) - running.num_done
+            can_complete = self._completes_first and left <= size
+            return running.request.priority, left if can_complete else size + 1
+
+        return sorted(prompts, key=rank)
 
     def may_join(self, running: Running) -> bool:
         """Whether a prompt's forward may compute streams' tokens, to the same bits."""
