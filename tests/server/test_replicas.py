@@ -33,6 +33,8 @@ def test_two_replicas_of_the_demo_answer_at_one_address() -> None:
     [
         ({"checkpoint": "demo"}, "unknown option 'checkpoint'"),
         ({"replicas": "two"}, "replicas is 'two'"),
+        ({"port": "8001"}, "port=8001 is ignored by replicas"),
+        ({"key_running": "2"}, "key-running tells clients apart"),
     ],
 )
 def test_bad_options_are_named(arguments: dict[str, str], words: str) -> None:

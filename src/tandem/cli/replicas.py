@@ -2,14 +2,14 @@
 
     serve run tandem.cli.replicas:application model=demo replicas=2
 
-Each replica is a whole server with a model of its own; Ray starts them, spreads requests and
-restarts what dies. The options are those of `tandem serve`, with underscores.
+Each replica is a whole server with a model of its own. Ray starts the replicas, distributes the
+requests among them, and restarts a replica that dies. The options are those of `tandem serve`, with
+underscores.
 """
 
 import contextlib
 import dataclasses
 import functools
-import os
 import typing
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -22,15 +22,16 @@ from tandem.cli.model_choice import (
     load_model_and_tokenizer,
     load_tokenizer,
 )
+from tandem.cli.served import engine_settings, served_offload, server_keys
 from tandem.core.config import field_type
 from tandem.core.errors import ConfigError
 from tandem.core.registry import nearest_names
 from tandem.devices.options import OffloadOptions
-from tandem.server.api_keys import read_keys
 from tandem.server.options import ServerOptions
 
 T = TypeVar("T")
 _OPTIONS = (ServerOptions, OffloadOptions, ModelChoice)
+_ADDRESS = ("host", "port")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +46,13 @@ class ReplicaOptions:
 
 
 def application(arguments: Mapping[str, str]) -> Any:
-    """Return the application for `serve run`; raises `ConfigError` for a bad option."""
+    """Return the application for `serve run`; raises `ConfigError` for an unknown or bad option."""
     _refuse_unknown(arguments)
     own, server = _options(ReplicaOptions, arguments), _options(ServerOptions, arguments)
     offload, choice = _options(OffloadOptions, arguments), _options(ModelChoice, arguments)
+    keys = server_keys(server)
     from ray import serve
 
-    keys = read_keys(server.api_key, server.api_key_file, os.environ.get("TANDEM_API_KEY"))
     build = functools.partial(_build_app, own, server, offload, choice, keys)
     deployment = serve.deployment(
         serve.ingress(lambda: build())(),
@@ -71,22 +72,21 @@ def _build_app(
     choice: ModelChoice,
     api_keys: tuple[str, ...],
 ) -> Any:
-    """Return one replica's application; its engine process starts and ends with it."""
+    """Return one replica's application, which starts and stops its own engine process."""
     from tandem.apis.images import allowed_directory
-    from tandem.engine.messages import EngineSettings
     from tandem.server.app import create_app
     from tandem.server.engine_client import EngineClient
     from tandem.server.service import Server
 
     found = find_model(choice, quiet=True)
     load = functools.partial(
-        load_model_and_tokenizer, found, offload, quiet=True, dense_dtype=own.dense_dtype
+        load_model_and_tokenizer,
+        found,
+        served_offload(offload, options),
+        quiet=True,
+        dense_dtype=own.dense_dtype,
     )
-    settings = EngineSettings(
-        max_running=options.max_running,
-        part_tokens=options.part_tokens,
-        is_isolated=options.isolate_keys,
-    )
+    settings = engine_settings(options, found, quiet=True)
     engine = EngineClient(load, settings, max_waiting=options.max_waiting)
     images = load_image_reader(found, allowed_directory(options.image_files))
     server = Server(engine, load_tokenizer(found), options, Path(choice.model).name, images)
@@ -104,7 +104,7 @@ def _build_app(
 
 
 def _options(kind: type[T], arguments: Mapping[str, str]) -> T:
-    """Return the options of a kind from `name=value` texts."""
+    """Return an instance of `kind`, an options class, made from `name=value` arguments."""
     hints = typing.get_type_hints(kind)
     found = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -122,5 +122,10 @@ def _options(kind: type[T], arguments: Mapping[str, str]) -> T:
 def _refuse_unknown(arguments: Mapping[str, str]) -> None:
     known = [f.name for kind in (ReplicaOptions, *_OPTIONS) for f in dataclasses.fields(kind)]
     for name in arguments:
+        if name in _ADDRESS:
+            raise ConfigError(
+                f"{name}={arguments[name]} is ignored by replicas, because Ray's proxy listens for "
+                "them; give the address to Ray (http_options)"
+            )
         if name not in known:
             raise ConfigError(f"unknown option {name!r}; {nearest_names(name, known)}")

@@ -4,14 +4,12 @@ import argparse
 import functools
 import json
 import logging
-import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.cli.drafting import DraftChoice
 from tandem.cli.images import load_image_reader
-from tandem.cli.keeping import Keeper, KeepOptions, cache_dir
+from tandem.cli.keeping import Keeper, KeepOptions
 from tandem.cli.model_choice import (
     DENSE_DTYPE_HELP,
     ModelChoice,
@@ -23,7 +21,6 @@ from tandem.cli.model_choice import (
 from tandem.core.config import add_flags, from_flags, option
 from tandem.core.errors import ConfigError
 from tandem.devices.options import OffloadOptions, offload_options
-from tandem.server.api_keys import read_keys
 from tandem.server.options import ServerOptions, require_key
 
 _EXTRA = {"fastapi", "uvicorn", "prometheus_client", "llguidance", "pydantic"}
@@ -57,21 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code."""
     options = from_flags(ServerOptions, flags)
-    offload = replace(
-        offload_options(flags), context=options.context, sequences=options.max_running
-    )
     own = from_flags(ServeOptions, flags)
-    api_keys = read_keys(options.api_key, options.api_key_file, os.environ.get("TANDEM_API_KEY"))
-    require_key(options.host, api_keys)
-    if options.key_flags and not api_keys:
-        raise ConfigError(
-            f"{options.key_flags[0]} tells clients apart by their API keys, but no key is given; "
-            "give some with --api-key-file"
-        )
     try:
         from tandem.apis.images import allowed_directory
-        from tandem.engine.messages import EngineSettings
-        from tandem.generate.kept_prefixes import KeptPrefixes
+        from tandem.cli.served import engine_settings, served_offload, server_keys
         from tandem.server.serving import Source, serve
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
@@ -80,6 +66,8 @@ def run(flags: argparse.Namespace) -> int:
             f"the server needs {error.name}, which is not installed; "
             'pip install "tandem-moe[server]"'
         ) from error
+    api_keys = server_keys(options)
+    require_key(options.host, api_keys)
     directory = allowed_directory(options.image_files)
     level = logging.WARNING if own.quiet else logging.INFO
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(message)s")
@@ -89,7 +77,7 @@ def run(flags: argparse.Namespace) -> int:
         load_model=functools.partial(
             load_model_and_tokenizer,
             found,
-            offload,
+            served_offload(offload_options(flags), options),
             quiet=True,
             dense_dtype=own.dense_dtype,
             keeper=Keeper(from_flags(KeepOptions, flags), quiet=own.quiet, may_ask=False),
@@ -97,18 +85,7 @@ def run(flags: argparse.Namespace) -> int:
         load_tokenizer=functools.partial(load_tokenizer, found),
         load_images=functools.partial(load_image_reader, found, directory),
     )
-    settings = EngineSettings(
-        max_running=options.max_running,
-        part_tokens=options.part_tokens,
-        has_replay=own.compile,
-        speculate=options.speculate,
-        load_drafting=DraftChoice(found, options.draft, quiet=own.quiet).load,
-        max_gap=options.max_gap,
-        is_isolated=options.isolate_keys,
-        kept_prefixes=KeptPrefixes(cache_dir() / "kv", options.kv_disk_bytes)
-        if options.kv_disk_bytes
-        else None,
-    )
+    settings = engine_settings(options, found, quiet=own.quiet, has_replay=own.compile)
     serve(
         source, options, settings, api_keys=api_keys,
         on_ready=functools.partial(_announce, source.name, own),
