@@ -3,7 +3,8 @@
     import tandem
     model = tandem.load("path/to/model")
 
-Importing it costs milliseconds and loads no torch; names below load what they need when used.
+Importing tandem takes milliseconds and loads no torch; the names in `__all__` load their modules
+when they are first used.
 """
 
 import importlib

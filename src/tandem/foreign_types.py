@@ -1,4 +1,4 @@
-"""The types of Transformers' models for annotations: importing them loads most of Transformers."""
+"""Types of Transformers for annotations only: importing them loads most of Transformers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPooling as ImageFeatures
 
     class ModelPart(nn.Module):
-        """A module of a model's own code, which alone knows what its attributes are."""
+        """A module of a model's own code; type checkers accept any attribute of it."""
 
         def __getattr__(self, name: str) -> Any: ...
 else:

@@ -1,7 +1,8 @@
-"""Registers Tandem with Transformers: at once if it is loaded, else when it gets loaded.
+"""Registers Tandem with Transformers, at once or as soon as Transformers is loaded.
 
 `import tandem` must not load torch, and must work before and after `import transformers`. So this
-file imports neither; a finder waits for the module with Transformers' quantizers.
+module imports neither torch nor Transformers at first; a finder waits until the module with
+Transformers' quantizers is imported.
 """
 
 import importlib.abc

@@ -1,1 +1,1 @@
-"""What clients send and receive, per API: bodies become requests, outputs become answers."""
+"""Translates each API: bodies become generation requests, and token outputs become answers."""

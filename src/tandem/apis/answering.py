@@ -27,19 +27,19 @@ _TRIMMED_ROOM = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request to the engine process, and the form that its answer is read in."""
+    """A request to the engine process, and what is needed to read its answer."""
 
     request: Request
     prompt_text: str
     grammar: GrammarWriter | None = None
-    """Writes the grammar that the answer follows; the same for all requests of a body."""
+    """Writes the grammar that the answer must follow; the same for all requests of a body."""
     reader: AnswerReader | None = None
     has_one_call: bool = False
     """Whether calls after the first are dropped."""
     echo: str = ""
     """What the answer begins with: the prompt, if the request has `echo`."""
     num_dropped_turns: int = 0
-    """Turns at the conversation's beginning that did not fit."""
+    """The number of turns dropped from the conversation's beginning, as they did not fit."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -60,8 +60,8 @@ class GenerationRequests:
     ) -> None:
         """`context` limits prompt and answer together, below the model's own limit.
 
-        `trims` drops the oldest turns of a conversation that does not fit. `images` reads those of
-        a model that takes some.
+        `trims` drops the oldest turns of a conversation that does not fit. `images` reads the
+        images of requests; None for a model that takes no images.
         """
         self._tokenizer = tokenizer
         self._trims = trims
@@ -88,7 +88,7 @@ class GenerationRequests:
         """Return the generation requests of a chat, one per choice.
 
         `trims` drops the oldest turns of this chat, if it does not fit. Raises `ApiError` or
-        `ConfigError` for a bad one.
+        `ConfigError` for an invalid chat.
         """
         tools = tools_of(body)
         ruled = chat_grammar(body, tools, self._format.marks)
@@ -121,8 +121,9 @@ class GenerationRequests:
         ]
 
     def chat_ids(self, body: ChatRequest, info: ModelInfo) -> list[int]:
-        """Return the token ids of a chat's prompt; raises before tokenizing one that surely exceeds
-        the context.
+        """Return the token ids of a chat's prompt.
+
+        Raises `TextTooLongError` before tokenizing a prompt that certainly exceeds the context.
         """
         tools = tools_of(body)
         is_ruled = chat_grammar(body, tools, self._format.marks) is not None
@@ -130,7 +131,7 @@ class GenerationRequests:
         return written([*map(turn_of, body.messages)]).ids
 
     def text_of(self, ids: list[int], info: ModelInfo) -> str:
-        """Return the text of tokens, special ones included; raises `ApiError` for unknown ones."""
+        """Return the text of tokens, also of special tokens; raises `ApiError` for unknown ids."""
         _require_known(ids, info, "tokens")
         return str(self._tokenizer.decode(ids))
 
@@ -192,7 +193,7 @@ class GenerationRequests:
         return request
 
     def _room(self, ids: list[int], info: ModelInfo) -> int:
-        """Return how many tokens an answer may have; checks what the engine would refuse."""
+        """Return how many tokens an answer may have; raises for a prompt that cannot be run."""
         if not ids:
             raise ApiError(400, "the prompt is empty; give some text")
         _require_known(ids, info, "prompt")
@@ -225,8 +226,9 @@ class GenerationRequests:
     def _free(
         self, body: ChatRequest, tools: list[Tool], prompt: ChatPrompt
     ) -> GrammarWriter | None:
-        """Return a writer of the grammar for tool calls in free text; None if their form is
-        unknown.
+        """Return a writer of the grammar for tool calls in free text.
+
+        Returns None without tools, or if the form of the model's calls is unknown.
         """
         native = self._format.native
         if not tools or native is None:
@@ -247,7 +249,7 @@ def _fitting(
     limit: int | None,
     body: ChatRequest,
 ) -> tuple[ChatPrompt, int]:
-    """Return a conversation trimmed to the limit, and the number of turns that it lost."""
+    """Return the prompt of a conversation trimmed to `limit`, and the number of dropped turns."""
     if limit is None:
         return written(turns), 0
     longest = limit - max(1, min(body.asked_tokens or _TRIMMED_ROOM, limit // 4))
@@ -263,7 +265,7 @@ def _fitting(
 
 
 def _choices(request: Request, n: int | None) -> list[Request]:
-    """Return the requests of n choices, whose seeds follow one another."""
+    """Return the requests of n choices, whose seeds are consecutive."""
     options = request.options
     if options.seed is None:
         return [request] * (n or 1)

@@ -1,6 +1,4 @@
-"""The interface of one API: it turns bodies into requests, and token outputs into the API's
-objects.
-"""
+"""The interface of one API: turns bodies into requests, and token outputs into its own objects."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,21 +17,22 @@ Event = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a reply needs in the process where its tokens arrive; another process made it."""
+    """What a reply needs in the process that receives its tokens; another process makes replies."""
 
     text_of: Callable[[int], str]
     """Returns a token's text."""
     keep: Callable[[Event, bytes, Message], None]
-    """Stores a response for later requests: the event, the conversation before it, the message."""
+    """Stores a response for later requests: its event, the earlier conversation, its message."""
 
 
 class Reply(Protocol):
-    """The answer to one body in an API's own form, built token by token. It is pickled before the
-    first.
+    """The answer to one body in an API's own form, built token by token.
+
+    A reply must be picklable until `arrive` is called.
     """
 
     def arrive(self, surroundings: Surroundings) -> None:
-        """Attach what could not be pickled. Called once, before every other method."""
+        """Attach what could not be pickled; must be called once, before every other method."""
         return
 
     def first_events(self) -> list[Event]:
@@ -57,21 +56,25 @@ class Reply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Api(Generic[B]):
-    """Turns bodies of one kind into requests and replies; the earlier conversation is JSON.
+    """Turns bodies of one kind into generation requests and replies.
 
-    Both raise `ApiError` or `ConfigError`.
+    `requests` and `reply` get the earlier conversation as JSON, and may raise `ApiError` or
+    `ConfigError`.
     """
 
     body: type[B]
     requests: Callable[[B, ModelInfo, bytes], list[GenerationRequest]]
     reply: Callable[[B, list[GenerationRequest], bytes], Reply]
     at_once: Callable[[B], dict[str, object] | None] = lambda body: None
-    """Answers a body that needs no model, at once; returns None for all others."""
+    """Answers a body that needs no model; returns None for all other bodies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[B]):
-    """Answers bodies of one kind without the model; the earlier conversation is JSON."""
+    """Answers bodies of one kind without the model.
+
+    `answer` gets the earlier conversation as JSON.
+    """
 
     body: type[B]
     answer: Callable[[B, ModelInfo, bytes], dict[str, object]]

@@ -1,6 +1,4 @@
-"""One answer while it is generated, in no API's form: its parts, its token counts and why it
-ended.
-"""
+"""One answer while it is generated, whatever the API: its parts, its token counts and its end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,7 +68,7 @@ class ComingAnswer:
         return parts + self._reader.finish() if is_last else parts
 
     def _is_kept(self, part: AnswerPart) -> bool:
-        """Return False for empty parts, and for a second call where only one is allowed."""
+        """Return False for empty parts, and for calls after the first if only one is allowed."""
         if part.call is None and not part.arguments:
             return bool(part.content or part.reasoning)
         self._num_calls += part.call is not None
@@ -78,9 +76,7 @@ class ComingAnswer:
 
 
 def arguments_object(arguments: str) -> object:
-    """Return a call's arguments as an object; text that is no JSON object is kept as text inside
-    one.
-    """
+    """Return a call's arguments as an object; text of another kind as {"arguments": text}."""
     parsed = json_value(arguments)
     return parsed if isinstance(parsed, dict) else {"arguments": arguments}
 

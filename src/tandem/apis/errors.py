@@ -29,9 +29,9 @@ class ApiError(TandemError):
         retry_after_seconds: int | None = None,
         reason: str | None = None,
     ) -> None:
-        """Say what was found, what was expected and what to do in `message`.
+        """Create an error; `message` must say what was found, what was expected and what to do.
 
-        `reason` is what the log says instead, where the message may repeat a part of a prompt.
+        `reason` is logged instead of `message`, if the message may repeat a part of a prompt.
         """
         super().__init__(message)
         self.reason = reason or message
@@ -59,14 +59,14 @@ class ApiError(TandemError):
 
     @property
     def anthropic_body(self) -> dict[str, object]:
-        """The body of the answer as Anthropic's API has it; the message names the field."""
+        """The response body in the form of Anthropic's API; the message names the wrong field."""
         kind = "api_error" if self.status >= 500 else "invalid_request_error"
         error = {"type": _ANTHROPIC_TYPES.get(self.status, kind), "message": self._named_message}
         return {"type": "error", "error": error, "request_id": None}
 
     @property
     def ollama_body(self) -> dict[str, object]:
-        """The response body in Ollama's form: one sentence, which names the field."""
+        """The response body in the form of Ollama's API: a sentence that names the wrong field."""
         return {"error": self._named_message}
 
     @property

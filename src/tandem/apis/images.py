@@ -1,6 +1,6 @@
 """Images of request bodies: data URLs, and local files below a directory that the user allowed.
 
-Nothing is fetched: an address of the network is refused. Loads torch only where a model takes
+Nothing is downloaded: network addresses are refused. Torch is imported only if the model takes
 images.
 """
 
@@ -31,7 +31,7 @@ class ImageReader:
     """Opens the images of requests; the model's processor turns them into prompt tokens."""
 
     processor: "Processor | None"
-    """The model's image processor; None if it has none, for the reason in `why_none`."""
+    """The model's image processor; None if it did not load, for the reason in `why_none`."""
     token_id: int
     """The id of the image placeholder token."""
     directory: Path | None = None
@@ -40,9 +40,9 @@ class ImageReader:
     """The reason for refusing requests with images, as a sentence; None accepts them."""
 
     def write(self, text: str, sources: Sequence[str]) -> "ImagePrompt":
-        """Return the token ids of a prompt that holds a placeholder for each image.
+        """Return a prompt's token ids and images; `text` must have a placeholder for each image.
 
-        Raises `ApiError` or `ConfigError` for a source that is no image or may not be read.
+        Raises `ApiError` or `ConfigError` for a source that is no image or must not be read.
         """
         from tandem.generate.images import open_image, write_prompt
 
@@ -110,7 +110,7 @@ def _decoded(source: str, number: int) -> bytes:
 
 
 def allowed_directory(name: str | None) -> Path | None:
-    """Return the directory below which requests may name files; `ConfigError` if it is none."""
+    """Return the directory below which requests may name files; raises `ConfigError` if missing."""
     from tandem.core.errors import ConfigError
 
     if name is None:
@@ -124,8 +124,8 @@ def allowed_directory(name: str | None) -> Path | None:
 
 
 def content_of(parts: Sequence[TextPart | ImagePart]) -> str | list[dict[str, object]]:
-    """Return a message's content as chat templates take it: a string if it is text alone, else a
-    list of parts.
+    """Return a message's content in the form that chat templates take: a string if it is text
+    alone, otherwise a list of parts.
     """
     if not any(isinstance(part, ImagePart) for part in parts):
         return "\n".join(part.text for part in parts if isinstance(part, TextPart))

@@ -1,7 +1,7 @@
 """Request bodies: checked against their schemas, with errors in the server's own words.
 
-A null means that the field is absent. A field that this server does not know is ignored, and is
-named to the caller; a strict server refuses it.
+A null means that the field is absent. Unknown fields are ignored, and their names are reported to
+the caller; a strict server refuses unknown fields.
 
 Parsing and checking JSON blocks all other Python code, so its cost is bounded: a body's values are
 counted before it is parsed, and a list is checked up to its first wrong element.
@@ -61,9 +61,7 @@ _KINDS = {dict: "an object", str: "a long string"}
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A field that Tandem does not follow, with the values that it may have anyway and a hint for
-    the user.
-    """
+    """A rule for a field that Tandem does not follow: values accepted anyway, a hint for users."""
 
     neutral: tuple[object, ...]
     advice: str
@@ -141,8 +139,9 @@ def sentence(text: str, field: str | None = None) -> PydanticCustomError:
 
 
 def note_ignored(info: ValidationInfo, what: str) -> bool:
-    """Record that a part of a body is ignored. Returns False for a strict server, which must refuse
-    it.
+    """Record that a part of a body is ignored.
+
+    Returns False if the server is strict; the part must then be refused.
     """
     reading = info.context
     if not isinstance(reading, _Reading) or reading.is_strict:
@@ -153,10 +152,10 @@ def note_ignored(info: ValidationInfo, what: str) -> bool:
 
 
 def tools_of_kind(own: Collection[str], tools: object, info: ValidationInfo) -> object:
-    """Drop tools of other kinds, which a vendor would run and this server does not.
+    """Drop tools that a vendor would run and this server does not.
 
-    `own` are the kinds to keep, which include tools without a type. A value that is not a list is
-    left to the field's own validation.
+    `own` has the types of the tools to keep; tools without a type are kept, too. If `tools` is not
+    a list, it is returned unchanged for the field's own validation to refuse.
     """
     if not isinstance(tools, list):
         return tools
@@ -276,7 +275,7 @@ def _expected(detail: ErrorDetails) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value for an error message; a long one only by its kind."""
+    """Return a value as text for an error message; for a long value, only its type."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**64):

@@ -31,7 +31,7 @@ def usage(tallies: list[Tally], num_choices: int) -> dict[str, object]:
 
 
 class _OpenAiReply(Reply):
-    """The shared part of replies to chats and completions: head of each chunk, usage."""
+    """What replies to chats and to completions share: the head of each chunk, and the usage."""
 
     def __init__(self, body: Sampling, prefix: str, chunk_kind: str, model: str) -> None:
         options = body.stream_options or StreamOptions()
@@ -42,7 +42,7 @@ class _OpenAiReply(Reply):
         }  # fmt: skip
 
     def last_events(self) -> list[Event]:
-        """Return the chunk that carries the usage, if it was asked for."""
+        """Return the chunk that carries the usage, if the client requested it."""
         return [{**self._head, "choices": [], "usage": self._usage()}] if self._has_usage else []
 
     def _usage(self) -> dict[str, object]:
@@ -114,7 +114,7 @@ class _ChatChoice:
         return self._part({"role": "assistant", "content": ""})
 
     def take(self, token_output: TokenOutput) -> Iterator[dict[str, object]]:
-        """Yield the deltas that follow from a token, its log-probabilities first; then the end."""
+        """Yield a token's deltas, the first with its log-probabilities, and the choice's end."""
         logprob = self._logprob(token_output)
         deltas = [self._delta(part) for part in self._answer.take(token_output)]
         for delta in deltas or ([{}] if logprob is not None else []):
@@ -195,7 +195,7 @@ class CompletionReply(_OpenAiReply):
         generation_requests: list[GenerationRequest],
         model: str,
     ) -> None:
-        """Begin the answers: as many generation requests per prompt as there are choices."""
+        """Begin the answers; each prompt must have one generation request per choice."""
         super().__init__(body, "cmpl", "text_completion", model)
         self._echoes, self._num_choices = [one.echo for one in generation_requests], body.n or 1
         self._tallies = [Tally(prompt_tokens=one.prompt_tokens) for one in generation_requests]
@@ -242,7 +242,7 @@ class CompletionReply(_OpenAiReply):
 
 
 class _Logprobs:
-    """The log-probabilities of one answer to a completion request, the prompt's before its own."""
+    """The log-probabilities of one completion: first the prompt's tokens, then the answer's."""
 
     text_of: _TextOf
 
@@ -266,7 +266,7 @@ class _Logprobs:
         return new
 
     def whole(self) -> dict[str, list[object]] | None:
-        """Return all of them; None if none were asked for."""
+        """Return all log-probabilities; None if the client requested none."""
         return self._all if self._all["tokens"] else None
 
     def _add(self, new: dict[str, list[object]], token: int, logprob: TokenLogprob | None) -> None:
@@ -278,8 +278,9 @@ class _Logprobs:
         self._offset += len(text)
 
     def _top(self, text: str, logprob: TokenLogprob) -> dict[str, float]:
-        """Return the likeliest tokens and the chosen one; of tokens with equal text, the
-        likelier.
+        """Return log-probabilities by text, of the likeliest tokens and the chosen token.
+
+        If several tokens have the same text, the likeliest of them counts.
         """
         top: dict[str, float] = {}
         for token, value in logprob.top:

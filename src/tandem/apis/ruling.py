@@ -1,7 +1,7 @@
-"""Which grammar constrains an answer: from a response format, vLLM's or llama.cpp's fields, or
-tools.
+"""Chooses the grammar that constrains an answer, from the fields of a body and from its tools.
 
-Knows bodies and grammars; neither prompts nor tokens.
+The fields are OpenAI's `response_format`, and those that vLLM and llama.cpp add. This module knows
+bodies and grammars, but neither prompts nor tokens.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def chat_grammar(body: ChatRequest, tools: list[Tool], marks: CallForm) -> Gramm
     """Return a writer of the grammar that constrains a chat answer from its first token; None: no
     grammar.
 
-    Raises `ApiError`.
+    Raises `ApiError` for invalid or conflicting fields.
     """
     choice = body.tool_choice
     if isinstance(choice, ToolChoice) or choice == "required":
@@ -50,7 +50,7 @@ def text_grammar(body: Sampling) -> GrammarWriter | None:
 
 
 def _guides(body: Sampling) -> dict[str, partial[str]]:
-    """Return the grammar factories by the field that asks for one."""
+    """Return the grammar writers that a body requests, by the name of the requesting field."""
     outputs = body.structured_outputs
     schemas = {
         "response_format": _schema(body.response_format),
@@ -77,7 +77,7 @@ def _guides(body: Sampling) -> dict[str, partial[str]]:
 
 
 def _parsed_schema(schema: Mapping[str, object] | str | None) -> Mapping[str, object] | None:
-    """Return a schema that may have been sent as text."""
+    """Return a schema, parsed if it was sent as text; raises `ApiError` if it is no JSON object."""
     parsed = json_value(schema) if isinstance(schema, str) else schema
     if parsed is not None and not isinstance(parsed, Mapping):
         raise ApiError(400, "the schema of the answer is not a JSON object")

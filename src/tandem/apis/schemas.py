@@ -71,11 +71,11 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     beside: _Json | None = Field(None, alias="schema")
-    """The schema, in llama.cpp's place for it."""
+    """The schema, where llama.cpp expects it: beside `type`."""
 
 
 class StructuredOutputs(Body):
-    """The constraint on an answer in vLLM's form: exactly one of these fields."""
+    """The constraint on an answer in vLLM's form; at most one of these fields may be set."""
 
     json_schema: _Json | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -97,9 +97,7 @@ class Asked(Body):
 
     @property
     def earlier_id(self) -> str | None:
-        """The id of the earlier response that this one continues; None: it starts a
-        conversation.
-        """
+        """The id of the response that this request continues; None for a new conversation."""
         return None
 
     @property
@@ -193,7 +191,7 @@ class Sampling(Asked):
 
 
 def _first(*given: int | None) -> int | None:
-    """Return the first number that was given; -1 is what some clients send for none."""
+    """Return the first number that was given; None without a number, or if it is -1."""
     found = next((number for number in given if number is not None), None)
     return None if found == -1 else found
 
@@ -317,7 +315,7 @@ class ChatRequest(Sampling):
     chat_template_kwargs: _Json | None = Field(None, max_length=16)
     enable_thinking: bool | None = None
     thinking_token_budget: _Budget | None = None
-    """The most reasoning tokens, as vLLM names them; then llama.cpp's and Qwen's names."""
+    """The most reasoning tokens, by vLLM's name; the next two fields are llama.cpp's and Qwen's."""
     thinking_budget_tokens: _Budget | None = None
     thinking_budget: _Budget | None = None
     add_generation_prompt: bool | None = None

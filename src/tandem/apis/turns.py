@@ -44,8 +44,8 @@ def turn_of(message: Message) -> dict[str, object]:
 
 
 def template_options(body: ChatRequest) -> Mapping[str, object]:
-    """Return the options for the chat template; raises `ApiError` for one that clients may not
-    set.
+    """Return the options for the chat template; raises `ApiError` for an option that clients must
+    not set.
     """
     options = dict(body.chat_template_kwargs or {})
     reserved = {"messages", "tools", "tokenize", "chat_template", "return_dict"}

@@ -1,1 +1,1 @@
-"""Measures: the kernels against the machine's ceilings. Prints the ceiling first, JSON last."""
+"""Measures kernels and whole models against the ceilings of this machine."""

@@ -1,8 +1,8 @@
 """Learns a model's residual vectors from a text, and measures how well they predict experts.
 
-The text is split into windows. The residuals are learned from the first ones. On the others,
-predictions with and without the residual are compared with the routers' real choices (DALI's tables
-5 and 8).
+The text is split into windows. The residuals are learned from the first three quarters of them. On
+the other windows, predictions with and without the residual are compared with the routers' real
+choices (DALI's tables 5 and 8).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +30,7 @@ Ints = npt.NDArray[np.integer]
 
 
 class Likeness(NamedTuple):
-    """Cosine between the predicted and the true router input, by layer, without and with the
-    residual.
-    """
+    """Cosines between predicted and true router inputs, by layer, without and with the residual."""
 
     plain: list[float]
     residual: list[float]
@@ -52,8 +50,8 @@ def calibrate(
 ) -> Calibration:
     """Learn a model's residual vectors from three quarters of a text, and measure them on the rest.
 
-    Raises `UnsupportedModelError` if the model's routers cannot be asked ahead, and `ConfigError`
-    for a text of less than four windows.
+    Raises `UnsupportedModelError` if the model's routers cannot be run ahead, and `ConfigError` for
+    a text of fewer than four windows.
     """
     windows = [
         token_ids[at : at + WINDOW_TOKENS]
@@ -109,11 +107,10 @@ def _likeness(cosines: Sequence[tuple[float, float]], num_pairs: int) -> Likenes
 def accuracy_by_batch(
     trace: RoutingTrace, count: int, batches: Sequence[int] = BATCHES
 ) -> dict[str, list[float]]:
-    """Return, by predictor and batch size, the share of the `count` busiest experts that it
-    predicts.
+    """Return the share of the `count` busiest experts that are predicted.
 
-    A batch consists of tokens at different positions. Experts with equal workload are
-    interchangeable.
+    The shares are by predictor, and for each predictor by batch size. A batch consists of randomly
+    drawn tokens. Experts with equal load are interchangeable.
     """
     assert trace.predicted is not None
     draw = np.random.default_rng(0)

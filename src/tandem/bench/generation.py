@@ -1,7 +1,7 @@
 """Times a whole model: time to first token, prefill and decode, against this machine's ceilings.
 
-A decode step cannot be faster than reading its bytes; a prefill cannot be faster than its
-multiplications. Both ceilings are the best rates of the same threads on this machine.
+A decode step cannot be faster than the reads of its bytes; a prefill cannot be faster than its
+multiplications. Both ceilings follow from the best rates of the same threads on this machine.
 """
 
 import statistics
@@ -40,7 +40,7 @@ _ROUTER_WORK = {"softmax", "_softmax", "topk", "sum", "div", "div_", "gather", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Size of the measured run: prompt, decode steps and batch."""
+    """The size of the measured run: prompt, decode steps and batch."""
 
     prompt_tokens: int
     new_tokens: int
@@ -51,7 +51,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens per second of the whole batch, measured or as a ceiling."""
+    """Tokens per second of the whole batch: a measurement or a ceiling."""
 
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
@@ -68,14 +68,14 @@ class Measured:
     (twice)."""
     milliseconds: dict[str, float]
     first_prefill_seconds: float
-    """Time of the first prompt, for which nothing was warmed up, as for a user's first prompt."""
+    """Time to compute the first prompt without a warm-up, as a user's first prompt is computed."""
     warm_up_seconds: float
     """Total time of the first `WARM_UP_STEPS` decode steps."""
     read_gigabytes_per_second: float
     """Memory bandwidth between decode steps; 0 if not measured."""
     decode_share: float
-    """Time to read a step's bytes, measured right after it, as a share of the step; 0 if not
-    measured."""
+    """The time to read a step's bytes, at the read rate right after the step, as a share of the
+    step's time; 0 if not measured."""
 
 
 def measure_machine(bench: KernelBench) -> Ceiling:
@@ -98,7 +98,8 @@ def measure(
 ) -> Measured:
     """Time prefill and greedy decoding of random tokens, after a warm-up.
 
-    `bench` measures the read rate between decode steps, as it changes on shared machines.
+    `bench` measures the read rate between decode steps, because the rate changes on shared
+    machines.
     """
     prompts = dict(enumerate(_random_prompts(model, work)))
     pool = generator.slot_pool(work.batch, capacity=work.prompt_tokens + work.new_tokens)
@@ -137,13 +138,13 @@ def measure(
 
 @dataclass(slots=True)
 class _Decoded:
-    """The seconds of each decode step, and the counts."""
+    """The seconds of each decode step, and means over the steps."""
 
     steps: list[float] = field(default_factory=list)
     sampling: list[float] = field(default_factory=list)
     """Seconds of each step spent on sampling."""
     reads: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds of a step, gigabytes per second of memory right after it), for some steps."""
+    """(seconds of a step, memory bandwidth in GB/s right after the step), for some steps."""
     expert_bytes: int = 0
     """Mean bytes of experts that a step touches."""
     plan_seconds: float = 0.0
@@ -177,7 +178,7 @@ def _decode(
 
 
 class _PlanTime:
-    """Sums up the planning time."""
+    """Sums up the planning time of the layers that are executed."""
 
     seconds = 0.0
 
@@ -192,7 +193,7 @@ def _milliseconds(
     sampling: float,
     plan: float,
 ) -> dict[str, float]:
-    """Divide a step's time among its parts, in the proportions of a profiled run."""
+    """Divide a step's time among its parts, by profiled runs; the remaining time is "other"."""
     parts = dict.fromkeys(("router", "plan", "experts", "dense", "attention", "sampling"), 0.0)
     parts |= {"sampling": sampling * 1e3, "plan": plan * 1e3}
     if isinstance(recorded, RecordedGraph):
@@ -218,14 +219,14 @@ def _part(operation: Operation, recorded: RecordedGraph, num_experts: set[int]) 
 
 
 def _text_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that a text token uses, without experts and input embeddings."""
+    """Yield the modules that every text token uses: no experts, embeddings or towers."""
     for path, module in model.named_modules():
         if not (is_tower(path) or is_experts_module(module) or isinstance(module, nn.Embedding)):
             yield module
 
 
 def dense_bytes(model: nn.Module) -> int:
-    """Return the bytes of the weights that every step reads: all but the experts."""
+    """Return the bytes of the weights that every step reads whole: no experts or embeddings."""
     return sum(
         module.packed.num_bytes
         if isinstance(module, PackedLinear)
@@ -242,7 +243,7 @@ def _cache_bytes(pool: SlotPool) -> int:
 
 
 def _weights_per_token(model: PreTrainedModel) -> Iterator[tuple[int, WeightFormat | None]]:
-    """Yield (weights, packed format) of each matrix that a prompt's token is multiplied with."""
+    """Yield (number of weights, packed format) of the matrices that multiply a prompt's token."""
     head = model.get_output_embeddings()
     for module in _text_modules(model):
         if isinstance(module, nn.Linear | PackedLinear) and module is not head:

@@ -1,8 +1,8 @@
-"""Times the expert kernels against what this machine can do, and in turn with others'.
+"""Times the expert kernels against this machine's ceilings, and in turn with other systems.
 
-The ceilings drift on shared machines, so every round of a case measures them again: bytes read per
-second with the same threads, int8 and bf16 multiplications per second. Weights are random and cold:
-each call takes the next experts of a store that is larger than the caches.
+The ceilings are bytes read per second with the same threads, and int8 and bf16 multiplications per
+second. They drift on shared machines, so every round of a case measures them again. Weights are
+random and cold: each call computes the next experts of a store that is larger than the caches.
 """
 
 import statistics
@@ -53,7 +53,7 @@ _MIN_CALLS, _MAX_CALLS = 2, 40
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The best rates that the machine reaches with the same threads."""
+    """The best rates that the machine reaches with the threads of the kernels."""
 
     read_gigabytes_per_second: float
     int4_gops: float
@@ -73,21 +73,21 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Gated experts of one shape; each call sends every token to the next `num_active` of them."""
+    """Gated experts of one shape; each call sends every token to the next `num_active` experts."""
 
     hidden_size: int
     intermediate_size: int
     format: str
-    """Tandem's name of the format; another system runs its nearest one."""
+    """Tandem's name of the format; another system runs its own nearest format."""
     num_active: int
     num_threads: int
     store_bytes: int
-    """The least bytes of weights to allocate, so that each call reads experts from memory, not a
-    cache."""
+    """The approximate bytes of weights to allocate. They are so many that each call reads experts
+    from memory, not from a cache."""
     max_tokens: int
 
     def num_experts(self, bits_per_weight: float) -> int:
-        """Return how many experts the store holds: a multiple of what one call uses."""
+        """Return the number of experts in the store: a multiple of `num_active`."""
         one = 3 * self.hidden_size * self.intermediate_size * bits_per_weight / 8
         calls = max(2, round(self.store_bytes / one / self.num_active))
         return calls * self.num_active
@@ -95,7 +95,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measured case: medians over calls; `share_of_ceiling` is of the lower ceiling."""
+    """One measured case: medians over calls; `share_of_ceiling` is of the limiting ceiling."""
 
     shape: str
     format: str
@@ -121,7 +121,7 @@ class Timed(Protocol):
     format: str
 
     def time_calls(self, tokens: int, num_calls: int) -> list[float]:
-        """Return the seconds of `num_calls` calls, each on the next experts."""
+        """Return the seconds of each of `num_calls` calls; each call computes the next experts."""
         ...
 
 
@@ -138,16 +138,17 @@ class KernelBench:
         self._sample_begin = 0
 
     def ceiling(self) -> Ceiling:
-        """Measure the ceilings once; takes about 50 ms."""
+        """Measure each ceiling once, in about 50 ms altogether."""
         return Ceiling(
             _rate(lambda: self.engine.read_all(self._memory)),
             *(_rate(partial(self.engine.multiply, b, n)) for b, n in _MULTIPLY_COUNTS.items()),
         )
 
     def read_rate(self) -> float:
-        """Return the bytes read per nanosecond now; takes a few milliseconds.
+        """Return the present read rate in bytes per nanosecond; takes a few milliseconds.
 
-        Each call reads another part, because a large cache may still hold the last one.
+        Each call reads another part of the memory, because a large cache may still contain the part
+        that was read last.
         """
         begin, self._sample_begin = self._sample_begin, self._sample_begin + _SAMPLE_BYTES
         self._sample_begin %= _CEILING_BYTES
@@ -155,7 +156,7 @@ class KernelBench:
         return _rate(lambda: self.engine.read_all(sample))
 
     def work(self, shape: str, format_name: str, tokens: Sequence[int]) -> Work:
-        """Return the work of one format and shape, for a peer to compute as well."""
+        """Return the work for one format and shape, which a peer must compute as well."""
         layout = _layout(shape, format_name)
         return Work(
             layout.hidden_size, layout.intermediate_size, layout.format_name, _NUM_ACTIVE,
@@ -169,7 +170,7 @@ class KernelBench:
         tokens: Sequence[int],
         peers: Mapping[str, Timed] | None = None,
     ) -> Iterator[Case]:
-        """Measure one format of a shape; the cases of the peers follow each of Tandem's."""
+        """Measure one format of a shape; each of Tandem's cases precedes the peers' cases."""
         layout, work = _layout(shape, format_name), self.work(shape, format_name, tokens)
         timed: dict[str | None, Timed] = {None: _Own(self.engine, layout, work)}
         timed.update(peers or {})
@@ -179,7 +180,7 @@ class KernelBench:
     def _compare(
         self, shape: str, layout: ExpertLayout, tokens: int, timed: dict[str | None, Timed]
     ) -> Iterator[Case]:
-        """Time all systems in turn, several rounds, with the ceilings measured in each."""
+        """Time all systems in turn, in several rounds; each round also measures the ceilings."""
         seconds: dict[str | None, list[float]] = {name: [] for name in timed}
         num_calls: dict[str | None, int] = {}
         ceilings = [self.ceiling()]
@@ -203,7 +204,7 @@ class KernelBench:
 
 
 class _Own:
-    """Tandem's kernels on a store of their own."""
+    """Tandem's kernels with their own store of random experts."""
 
     def __init__(self, engine: _native.ExpertEngine, layout: ExpertLayout, work: Work) -> None:
         self._engine, self._layout, self._work = engine, layout, work
@@ -213,7 +214,7 @@ class _Own:
         self.format = layout.format_name
 
     def time_calls(self, tokens: int, num_calls: int) -> list[float]:
-        """Return the seconds of some calls, each on the next experts, after one untimed call."""
+        """Return the seconds of each of `num_calls` calls, after one untimed call."""
         active = self._work.num_active
         hidden = torch.randn(tokens, self._layout.hidden_size, device="cpu")
         begin = torch.arange(0, tokens * active + 1, tokens, dtype=torch.int32, device="cpu")
@@ -266,7 +267,7 @@ def _judge(
 
 
 def machine(bench: KernelBench) -> dict[str, object]:
-    """Return the machine's part of the report: median ceilings, threads, instruction set."""
+    """Return the report's entries on the machine: median ceilings, threads, instruction set."""
     samples = [bench.ceiling() for _ in range(5)]
     medians = {
         name: statistics.median(asdict(sample)[name] for sample in samples)
@@ -284,7 +285,7 @@ def _layout(shape: str, format_name: str) -> ExpertLayout:
 
 
 def _rate(work: Callable[[], int]) -> float:
-    """Return the work per nanosecond (billions per second) of one call."""
+    """Return how much of `work` one call does per nanosecond (billions per second)."""
     start = time.perf_counter()
     done = work()
     return done / (time.perf_counter() - start) / 1e9

@@ -1,4 +1,4 @@
-"""The shapes of released models, from their config.json, to be filled with random weights."""
+"""The shapes of released models, from their config.json files, for models of random weights."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -10,18 +10,18 @@ from tandem.core.registry import nearest_names
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Transformers architecture with the config values that decide its speed."""
+    """A Transformers architecture with the config values that determine its speed."""
 
     model_type: str
     values: dict[str, Any] = field(default_factory=dict)
     whole: str = ""
-    """The model type whose text model this is, if Transformers builds no text model alone."""
+    """The type of the whole model, if Transformers cannot build its text model alone."""
     beside: dict[str, Any] = field(default_factory=dict)
-    """More values for the config of `whole`; with some of them it keeps its vision or audio
-    towers."""
+    """Further values for the config of `whole`; without any, its vision and audio towers are
+    removed."""
 
     def cut(self, num_layers: int, *, first: int = 0) -> "ModelShape":
-        """Return the shape with `num_layers` of its layers, from `first` on."""
+        """Return the shape with only `num_layers` of its layers, from layer `first` on."""
         total = self.values["num_hidden_layers"]
         end = min(first + num_layers, total)
         values = {
@@ -46,10 +46,9 @@ class ModelShape:
         return list(zip(*lists, strict=True)) if lists else [()] * total
 
     def sample(self, num_layers: int) -> "ModelShape":
-        """Return the shape cut to the `num_layers` consecutive layers with the most kinds of
-        layers.
+        """Return the shape cut to `num_layers` consecutive layers of as many kinds as possible.
 
-        Among equals, the run that is most typical of the whole model.
+        Of several such ranges, the one most typical of the whole model is taken.
         """
         kinds = self.kinds
         counts = Counter(kinds)
@@ -68,7 +67,7 @@ def _is_by_layer(value: object, num_layers: int) -> bool:
 
 
 def _every(period: int, num_layers: int, others: str) -> list[str]:
-    """Return the layer types of a model with full attention in each `period`-th layer."""
+    """Return layer types: full attention in every `period`-th layer, `others` elsewhere."""
     return [others if layer % period else "full_attention" for layer in range(1, num_layers + 1)]
 
 
@@ -240,7 +239,7 @@ DENSE_SHAPES = {
 
 
 def find_shape(name: str) -> ModelShape:
-    """Return a shape by its name; `ConfigError` names the nearest names and lists all."""
+    """Return a shape by its name; `ConfigError` for an unknown name has similar and all names."""
     shapes = MODEL_SHAPES | DENSE_SHAPES
     if name not in shapes:
         near, known = nearest_names(name, list(shapes)), ", ".join(shapes)

@@ -1,7 +1,8 @@
 """Builds a model of a released shape with random weights, directly in packed form.
 
-No weight ever exists in bf16: the model is built on the meta device, experts and linear layers get
-packed buffers, and only the rest is allocated. Random codes cost the kernels as much as real ones.
+Packed weights never exist in bf16: the model is built on the meta device, experts and linear layers
+get packed buffers, and only the rest is allocated. Random codes cost the kernels as much time as
+real codes.
 """
 
 from collections.abc import Callable
@@ -54,9 +55,9 @@ def build_random_model(
 ) -> PreTrainedModel:
     """Build a model of a shape; `num_layers` and `vocabulary` make it smaller.
 
-    Without huge pages the experts are laid out like those of a mapped file. Dense weights are on
-    `device`; on a GPU `offload` says how they are packed, and `dense_dtype` is "none". With
-    `is_shared`, equally large packed weights share memory across layers, so that a model of any
+    Without huge pages, experts are in memory as in a mapped file. Dense weights are on `device`; on
+    a GPU, `offload` determines how they are packed, and `dense_dtype` must be "none". With
+    `is_shared`, packed weights of equal size share memory across layers, so that a model of any
     size can be saved.
     """
     if num_layers is not None:
@@ -95,8 +96,8 @@ def build_random_model(
 def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrainedModel:
     """Build a bf16 model of a shape on the meta device, perhaps with another vocabulary.
 
-    Raises `UnsupportedModelError` for a text model that Transformers builds only as a part of a
-    whole one, if the shape does not name the whole.
+    Raises `UnsupportedModelError` for a text model that Transformers builds only as a part of
+    another model, if the shape's `whole` does not name that model.
     """
     values = dict(shape.values)
     if vocabulary is not None:
@@ -127,7 +128,7 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
 
 
 def _widen(model: PreTrainedModel) -> None:
-    """Convert parameters to fp32 that a load keeps in fp32."""
+    """Convert to fp32 the parameters that loading a checkpoint keeps in fp32."""
     words = parts_in_fp32(model)
     for name, parameter in model.named_parameters():
         if any(word in name for word in words):
@@ -135,7 +136,7 @@ def _widen(model: PreTrainedModel) -> None:
 
 
 def _draw_routes(model: nn.Module) -> None:
-    """Fill the tables that route tokens to experts, which otherwise come with a checkpoint."""
+    """Fill with random experts the tables of layers routed by token, which a checkpoint has."""
     random = torch.Generator().manual_seed(0)
     for module in model.modules():
         if is_by_token(module):
@@ -147,7 +148,7 @@ def _draw_routes(model: nn.Module) -> None:
 
 
 def _drop_towers(model: nn.Module) -> None:
-    """Remove a model's towers for images and sound, which text does not use."""
+    """Remove a model's towers for images and sound, which text tokens do not use."""
     for path, parent in list(model.named_modules()):
         for name in [name for name, _ in parent.named_children()]:
             if is_tower(f"{path}.{name}".removeprefix(".")):

@@ -1,4 +1,4 @@
-"""Random weights directly in packed form; they cost the kernels as much as real ones."""
+"""Random weights directly in packed form; they cost the kernels as much time as real weights."""
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def _draw_codes(buffer: Tensor, fmt: WeightFormat) -> None:
 
 
 def _make_finite(words: Tensor, per_super: int, factor: BitField) -> None:
-    """Set the factors in random words to about 2^-10: sign and upper exponent bits are set."""
+    """Make the factors in random words about 2^-10 by fixing their sign and upper exponent bits."""
     word, bit = divmod(factor.at(3), 32)  # the highest bit of the factor's field
     parts = words.view(-1, per_super, ROWS_PER_BLOCK)[:, word]
     parts.bitwise_and_((1 << bit) - 1).bitwise_or_(1 << bit)

@@ -1,4 +1,4 @@
-"""Records a loaded model's routing while it runs, and the predictions of it."""
+"""Records a loaded model's routing while the model runs, and the predictions of that routing."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,8 +18,9 @@ def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterato
     """Record the routing of everything that runs inside; call `begin_sequences` before each
     sequence.
 
-    If the model's routers can be asked ahead, their guesses are recorded too. Pass `given` if the
-    caller asks them already. Raises `UnsupportedModelError` for a model that a trace cannot hold.
+    If the model's routers can be run ahead, their predictions are recorded too. A caller that has
+    its own look-ahead for the model must pass it as `given`. Raises `UnsupportedModelError` for a
+    model whose routing cannot be stored in a trace.
     """
     runtime = require_experts(model)
     if any(layer.arrivals.num_spare for layer in runtime.store):
@@ -60,7 +61,10 @@ def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterato
 
 @contextmanager
 def _all_sources(ahead: LookAhead | str, *, ends: bool) -> Iterator[None]:
-    """Ask every look-ahead source inside the context; restore the listeners at the end."""
+    """Use every look-ahead source inside the context, and the former sources after it.
+
+    If `ends`, the look-ahead is closed at the end.
+    """
     if isinstance(ahead, str):
         yield
         return

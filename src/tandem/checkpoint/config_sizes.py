@@ -1,7 +1,7 @@
 """Compares the sizes in a config with what a checkpoint's tensors can hold.
 
-The first check uses the numbers alone, before Transformers makes lists of this many layers. The
-second is `counted_build`, which stops a model that outgrows the tensors while it is built.
+`require_sizes` compares the numbers alone, before Transformers makes lists with an item per layer.
+`counted_build` stops the construction of a model that outgrows the tensors.
 """
 
 import re
@@ -44,7 +44,7 @@ class HeldTensors:
     names: Iterable[str]
     num_tensors: int
     num_elements: int
-    """The most weights that they can hold."""
+    """The largest number of weights that the tensors can hold."""
 
     @property
     def num_layers(self) -> int:
@@ -71,7 +71,7 @@ def require_sizes(where: str, config: Mapping[str, object], held: HeldTensors) -
 
 
 def require_layers(where: str, num_layers: object, held: HeldTensors) -> None:
-    """Raise `ModelError` if the config has more layers than the tensor names."""
+    """Raise `ModelError` if the config has more layers than the tensors' names show."""
     if is_int(num_layers) and num_layers > held.num_layers:
         raise ModelError(
             f"{where}: num_hidden_layers is {num_layers}, and the tensors are of "
@@ -81,11 +81,10 @@ def require_layers(where: str, num_layers: object, held: HeldTensors) -> None:
 
 @contextmanager
 def counted_build(where: str, config: Mapping[str, object], held: HeldTensors) -> Iterator[None]:
-    """Count the modules that this thread creates inside; raises `ModelError` when there are too
-    many.
+    """Count the modules and weights that this thread creates; `ModelError` if there are too many.
 
-    Modules, parameters and buffers must be on the meta device: they are counted before any takes
-    memory.
+    Parameters and buffers must be on the meta device, so that they are counted before any memory
+    is allocated.
     """
     counts = _Counts(where, config, held)
     handles = (
@@ -101,7 +100,7 @@ def counted_build(where: str, config: Mapping[str, object], held: HeldTensors) -
 
 
 class _Counts:
-    """Counts what has been created of a model."""
+    """Counts the modules and weights of a model that is being built."""
 
     def __init__(self, where: str, config: Mapping[str, object], held: HeldTensors) -> None:
         self._where, self._config = where, config
@@ -136,7 +135,7 @@ class _Counts:
 
 
 def _numbers(content: Mapping[str, object]) -> Iterator[tuple[str, int]]:
-    """Yield (key, value) of all whole numbers in a config, also of those in lists."""
+    """Yield (key, value) of each whole number in a config, also in nested objects and lists."""
     left: list[tuple[str, object]] = list(content.items())
     while left:
         key, value = left.pop()

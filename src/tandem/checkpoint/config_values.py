@@ -1,7 +1,7 @@
 """Checks the values of config.json and generation_config.json before anything is built from them.
 
-Transformers finds some wrong values too, but late and in its own words; `foreign_errors` turns
-those into one sentence.
+Transformers rejects some wrong values too, but late and with its own messages; `foreign_errors`
+turns such a message into one sentence.
 """
 
 import re
@@ -70,7 +70,7 @@ def _configs_in(config: JsonObject) -> Iterator[JsonObject]:
 
 
 def require_readable_config(directory: Path, model_type: str) -> None:
-    """Let Transformers parse a config.json of a model type that it knows; raises `ModelError`."""
+    """Raise `ModelError` if Transformers cannot parse the config.json of a known model type."""
     from transformers import AutoConfig
 
     with foreign_errors(f"{directory}/config.json is not a config of {model_type}"):
@@ -78,14 +78,14 @@ def require_readable_config(directory: Path, model_type: str) -> None:
 
 
 def value_of(config: PreTrainedConfig, name: str) -> Any:
-    """Return a config value that only some models have; None for the others."""
+    """Return a config value that only some models have; None if it is absent."""
     return getattr(config, name, None)
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
     """Return how many experts per layer a token is sent to.
 
-    DBRX keeps this number in a config of its own.
+    DBRX keeps this number in the nested `ffn_config`.
     """
     parts = [part for part in (config, value_of(config, "ffn_config")) if part is not None]
     return next((int(k) for part in parts for name in _TOP_K if (k := value_of(part, name))), 1)
@@ -109,10 +109,9 @@ def require_generation_config(directory: Path) -> None:
 
 @contextmanager
 def foreign_errors(what: str) -> Iterator[None]:
-    """Turn errors of other libraries about a file into a `ModelError`: one sentence that begins
-    with `what`.
+    """Turn another library's error into a `ModelError`: one sentence that begins with `what`.
 
-    Tandem's own assertions pass through, as they show a defect of Tandem.
+    Failed assertions in Tandem's own code pass through, because they show a defect of Tandem.
     """
     try:
         yield
@@ -134,7 +133,7 @@ def _is_own_assertion(error: BaseException) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """Return the message of another library's error, cut to a few lines."""
+    """Return one line of another library's error message, cut after 400 characters."""
     sentence = _sentence(error)
     return sentence if len(sentence) <= _LONGEST_SAID else f"{sentence[:_LONGEST_SAID]}..."
 
@@ -155,7 +154,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _require_count(where: str, name: str, value: object, *, least: int) -> None:
-    """Refuse a value that is neither absent nor a number, nor a list of one number per layer."""
+    """Refuse a value unless it is absent, a number from `least`, or a list with one per layer."""
     if isinstance(value, list):
         is_possible = all(is_int(one) and one >= 0 for one in value)
     else:
@@ -172,7 +171,7 @@ def _require_few(where: str, name: str, value: object) -> None:
 
 
 def require_top_k(where: str, part: Mapping[str, object]) -> None:
-    """Raise `ModelError` if the config sends a token to more experts than there are."""
+    """Raise `ModelError` for a negative number of experts, or an impossible number per token."""
     counts = [(name, count) for name in _EXPERTS if is_int(count := part.get(name))]
     for name, count in counts:
         if count < 0:
@@ -191,7 +190,7 @@ def require_top_k(where: str, part: Mapping[str, object]) -> None:
 
 
 def _require_dtype(where: str, name: str, value: object) -> None:
-    """Refuse a value that is not the name of a torch dtype; parts of a model may have their own."""
+    """Refuse a value that names no torch dtype; a dict may name one for each part of a model."""
     import torch
 
     for one in value.values() if isinstance(value, dict) else (value,):

@@ -1,7 +1,7 @@
-"""Writes a safetensors file of a packed checkpoint in one pass, with checksums: complete or absent.
+"""Writes a packed checkpoint's safetensors file atomically, in one pass, with checksums.
 
-The data begins at a multiple of 4,096 bytes (the format allows spaces after the header), and so
-does every expert, so that they can be read without the system's page cache.
+The data and every expert begin at a multiple of 4,096 bytes (the format allows spaces after the
+header), so that experts can be read without the system's page cache.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ Parts = Tensor | Sequence[Tensor]
 
 
 class FileSums(NamedTuple):
-    """The checksums of a file: SHA-256 in hex, CRC-32 by tensor, and CRC32C by expert of a tensor.
+    """The checksums of a file: SHA-256 in hex, CRC-32 of each tensor, CRC32C of each expert.
 
     An expert's checksum covers all bytes up to the start of the next expert.
     """
@@ -53,8 +53,8 @@ def write_tensors(
 ) -> FileSums:
     """Write a safetensors file atomically; return its checksums.
 
-    The tensor `experts` (num_experts, bytes) comes first, each expert padded with zeros to a
-    multiple of 4,096 bytes. Raises `OSError`, and then leaves no partial file.
+    The tensor named `experts`, (num_experts, bytes), comes first; each expert is padded with zeros
+    to a multiple of 4,096 bytes. Raises `OSError`; no partial file is left.
     """
     partial = directory / f"{name}.part"
     try:
@@ -71,7 +71,7 @@ def write_tensors(
 
 
 def _in_order(tensors: Mapping[str, Parts], experts: str | None) -> dict[str, Sequence[Tensor]]:
-    """Sort so that each tensor's first byte is a multiple of its elements' size."""
+    """Sort the tensors, `experts` first, so that each begins at a multiple of its element size."""
     parts = {n: [found] if isinstance(found, Tensor) else found for n, found in tensors.items()}
     names = sorted(parts, key=lambda n: (n != experts, -parts[n][0].itemsize, n))
     return {name: parts[name] for name in names}
@@ -101,7 +101,7 @@ def _write(
 
 
 def _experts(tensor: Tensor, sums: list[int]) -> Iterator[_Bytes]:
-    """Yield the experts' bytes, each followed by its padding; record the checksum of both."""
+    """Yield each expert's bytes and its padding; append the checksum of both to `sums`."""
     filling = np.zeros(_row_bytes(tensor) - tensor.shape[1], np.uint8)
     for row in _bytes_of(tensor).reshape(tensor.shape):
         sums.append(_native.crc32c(filling, _native.crc32c(row, 0)))

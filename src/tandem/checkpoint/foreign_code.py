@@ -1,7 +1,8 @@
 """Finds values in a model's JSON files that would make Transformers run or fetch foreign code.
 
-A config may name kernels of the hub, other weight files or other models. Tandem loads what is in
-the directory and runs only installed code. A model's own code needs `trust_remote_code`.
+A config may name kernels of the hub, other weight files or other models. Tandem loads only files
+in the model's directory and runs only installed code, or the model's own code if the user sets
+`trust_remote_code`.
 """
 
 import re
@@ -32,9 +33,9 @@ _TIMM_HUB = re.compile(r"(hf[-_]hub|local-dir|https?):")
 
 
 def require_no_foreign_code(file: Path, content: JsonObject) -> None:
-    """Raise if a file names code, kernels or models that Tandem must not run.
+    """Raise if a file names code, kernels or models that Tandem must not fetch or run.
 
-    `UnsupportedModelError` for kernels of the hub, `ModelError` for the rest.
+    Raises `UnsupportedModelError` for kernels of the hub, and `ModelError` for anything else.
     """
     for key, value in _named_values(content):
         if _IMPLEMENTATION.fullmatch(key):
@@ -75,7 +76,7 @@ def _require_local_implementation(file: Path, key: str, value: object) -> None:
 
 
 def _named_values(content: object) -> Iterator[tuple[str, object]]:
-    """Yield (key, value) of an object and of all inside it."""
+    """Yield each (key, value) of a JSON value and of all objects nested in it."""
     left = [content]
     while left:
         one = left.pop()

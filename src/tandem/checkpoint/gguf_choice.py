@@ -12,10 +12,10 @@ _SHOWN_FILES = 12
 
 
 def choose_gguf(repository: str, names: Iterable[str], tag: str) -> list[str]:
-    """Return the files of the one model that a tag names, all its parts in order.
+    """Return the files of the model that a tag names, with all its parts in order.
 
     The tag is a quantisation ("Q4_K_M", "UD-Q4_K_XL", in any case) or a file name. If several
-    models match, the one with the shortest name wins. Raises `ModelError` if none matches.
+    models match, the shortest name wins. Raises `ModelError` if no model matches.
     """
     models: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
@@ -48,7 +48,7 @@ def projectors_beside(file: Path) -> list[Path]:
 
 
 def _stem(name: str) -> str:
-    """Return what names a model: its path without part number and extension."""
+    """Return a model's name: its path without part number and extension."""
     path = PurePosixPath(name)
     part = PART.fullmatch(path.name)
     return str(path.with_name(part["stem"] if part else path.stem))

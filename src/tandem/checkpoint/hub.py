@@ -1,7 +1,8 @@
-"""Finds a model's files: a path, or a hub id whose files are fetched once and kept.
+"""Finds a model's files: at a local path, or by a hub id, whose files are downloaded once.
 
 Downloads go through huggingface_hub, with its progress bar, resumption, cache and environment
-variables. `OWNER/NAME:TAG` is one GGUF model of a repository, whose other files stay there.
+variables. `OWNER/NAME:TAG` names one GGUF model of a repository; the repository's other files are
+not downloaded.
 """
 
 import re
@@ -76,7 +77,7 @@ def find_model_path(model: str | Path, options: HubOptions | None = None) -> Pat
 
 
 def _require_no_gguf(directory: Path) -> None:
-    """Raise `ModelError` for a directory that has GGUF files and no other model."""
+    """Raise `ModelError` for a directory that has GGUF files but no config.json."""
     files = [path for path in sorted(directory.glob("*.gguf")) if not is_projector(path.name)]
     if files and not (directory / "config.json").exists():
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
@@ -98,7 +99,7 @@ def local_models(cache_dir: str | None = None) -> list[str]:
 
 
 def _download_gguf(name: str, tag: str, options: HubOptions) -> Path:
-    """Return the (first) file of a repository's GGUF model; only its own parts are fetched."""
+    """Return the (first) file of the GGUF model that a tag names; download only this model."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -119,7 +120,7 @@ def _download_gguf(name: str, tag: str, options: HubOptions) -> Path:
 
 
 def _fetched_files(name: str, options: HubOptions) -> dict[str, Path]:
-    """Return the files of a revision that were downloaded before, by name."""
+    """Return the already downloaded files of a revision, by name."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -151,7 +152,7 @@ def _download(name: str, options: HubOptions, wanted: list[str]) -> Path:
 
 
 def _from_hub(name: str, options: HubOptions, ask: Callable[[], _Answer]) -> _Answer:
-    """Query the hub about a model; raises `ModelError` on failure."""
+    """Return the result of `ask`, a request to the hub; raises `ModelError` if it fails."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:

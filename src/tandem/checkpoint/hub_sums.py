@@ -1,7 +1,7 @@
-"""Writes `SHA256SUMS` of a directory for a hub, and verifies downloads with it.
+"""Writes a directory's `SHA256SUMS` for a hub, and verifies downloads against it.
 
-The file has the format of `sha256sum`. A verified download is recorded beside it with the files'
-sizes and times, so that each download is read once.
+The file has the format of `sha256sum`. After a verification, `.tandem-checked` records the files'
+sizes and times, so that an unchanged download is not read again.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _SHOWN_FILES = 3
 
 
 def write_sums(directory: Path) -> Path:
-    """Write the checksums of all files of a directory; return the file, complete or absent."""
+    """Write the checksums of all files of a directory atomically; return the written file."""
     files = sorted(
         file
         for file in directory.rglob("*")
@@ -37,8 +37,9 @@ def write_sums(directory: Path) -> Path:
 def require_as_published(directory: Path, name: str, wanted: Sequence[str]) -> None:
     """Raise `ModelError` if a downloaded packed model differs from its checksums.
 
-    Only listed files that match a pattern of `wanted` are checked. Damaged ones are removed, so
-    that the next download fetches them again. A model without a list is not checked.
+    Only listed files that match a pattern of `wanted` are checked. Damaged files are removed, so
+    that the next download fetches them again. Nothing is checked if the directory has no list, or
+    a list without the index of a packed checkpoint.
     """
     if not (directory / SUMS_FILE).is_file():
         return
@@ -72,7 +73,7 @@ def require_as_published(directory: Path, name: str, wanted: Sequence[str]) -> N
 
 
 def _read_sums(directory: Path, name: str) -> dict[str, str]:
-    """Return the list; raises `ModelError` if malformed or with files outside the directory."""
+    """Return checksums by file; `ModelError` for a malformed line or a path that leads outside."""
     file = directory / SUMS_FILE
     try:
         if file.stat().st_size > _MOST_BYTES:
@@ -96,7 +97,7 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _state(directory: Path, sums: Mapping[str, str]) -> str:
-    """Return what identifies a file's version: its size, time and expected checksum."""
+    """Return a text that identifies the files' versions: expected checksums, sizes and times."""
     stats = {name: (directory / name).stat() for name in sums}
     lines = [f"{sums[name]} {x.st_size} {x.st_mtime_ns} {name}\n" for name, x in stats.items()]
     return "".join(lines)

@@ -1,7 +1,8 @@
 """Importance: how much each input of a matrix counts when the weights are rounded.
 
-It comes from each input's mean square over the tokens of a text, as `tandem importance` collects
-it; llama.cpp's files (imatrix) are read too. A weight's error costs more, the larger its input.
+It is computed from each input's mean square over the tokens of a text, which `tandem importance`
+collects; llama.cpp's files (imatrix) are read too. The larger an input, the more an error of its
+weights costs.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,15 +32,14 @@ class Importance:
         """Store `find`, which looks a parameter up in the file."""
         self._path, self._find = path, find
         self.divergence_of = divergence
-        """Returns the divergence of the answers, in nats, after coarse rounding of a parameter, or
-        None if unknown."""
+        """Returns by how many nats the answers diverge after coarse rounding of a parameter; None
+        if that is unknown."""
         self._latest: tuple[str, Tensor | None] = ("", None)
 
     def of(self, parameter: str, shape: tuple[int, int]) -> Tensor | None:
-        """Return the importance of each input, (num_matrices, cols) fp32 with mean 1; None:
-        unknown.
+        """Return the importance, (num_matrices, cols) fp32 with mean 1; None if it is unknown.
 
-        Raises `ConfigError` if the file has another number of inputs.
+        Raises `ConfigError` if the parameter has another number of inputs in the file.
         """
         if parameter != self._latest[0]:
             found = self._find(parameter)
@@ -74,7 +74,7 @@ def save_importance(
 ) -> None:
     """Write the collected importance by parameter, atomically.
 
-    `divergence` is what `Importance.divergence_of` will return.
+    `divergence` holds the values that `Importance.divergence_of` will return, by parameter.
     """
     tensors = {
         name + _DIVERGENCE: torch.tensor(value, dtype=torch.float64, device="cpu")
@@ -95,9 +95,9 @@ def save_importance(
 
 
 def open_importance(path: Path) -> Importance:
-    """Open a file of `tandem importance` or llama.cpp; the content tells which.
+    """Open an importance file of `tandem importance` or llama.cpp, recognised by its content.
 
-    Raises `OSError`, and `FileFormatError` for a damaged file or one of another kind.
+    Raises `OSError`, and `FileFormatError` for a file that is damaged or of another kind.
     """
     with path.open("rb") as stream:
         begin = stream.read(9)

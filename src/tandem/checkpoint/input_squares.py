@@ -12,21 +12,20 @@ _LEAST = 1e-2
 
 
 class InputSquares(NamedTuple):
-    """The mean squares collected for one matrix, or for each expert's."""
+    """The mean squares of the inputs of one matrix, or of the same matrix of each expert."""
 
     mean_square: Tensor  # (num_matrices, cols) fp32
     tokens: Tensor  # (num_matrices,) tokens that reached each; empty if they were not counted
 
 
 def importance_of(found: InputSquares, *, are_inner: bool) -> Tensor:
-    """Return the importance (num_matrices, cols) with a mean of 1, also of matrices that no token
-    reached.
+    """Return the importance (num_matrices, cols) with mean 1, even where no token was seen.
 
-    It is the root of the mean square: a mean square is dominated by few tokens, and answers do not
-    get worse in proportion to it (docs/quality.md has the numbers). Collected values are weighted
-    by their tokens against a prior. Experts of a layer have the same inputs, so their prior is the
-    whole layer's. The inner channels (`are_inner`) are each expert's own, and their prior is
-    uniform.
+    Importance is the root of the mean square: few tokens dominate a mean square, and answers do
+    not get worse in proportion to it (docs/quality.md has the numbers). Collected mean squares are
+    averaged with a prior, weighted by their number of tokens. Experts of a layer have the same
+    inputs, so their prior is the mean over the whole layer. Each expert has its own inner channels
+    (`are_inner`), and their prior is uniform.
     """
     squares, tokens = found.mean_square.float(), found.tokens.float()[:, None]
     squares = squares.nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)

@@ -1,7 +1,7 @@
-"""JSON that comes with a model: complete, of bounded size and depth, each key once.
+"""Reads a model's JSON files; refuses excessive size or depth and contradictory duplicate keys.
 
-Code that walks the result never meets nesting too deep for Python's recursion, or text that cannot
-be encoded.
+Code that walks the result therefore never meets nesting too deep for Python's recursion, or text
+that cannot be encoded.
 """
 
 import json
@@ -19,11 +19,11 @@ _MOST_SHOWN = 1000
 
 
 class DamagedJsonError(Exception):
-    """Says what is wrong with a JSON text, in half a sentence."""
+    """JSON text that is not accepted; the message is a clause that says why."""
 
 
 def read_json(directory: Path, name: str) -> JsonObject:
-    """Return a JSON object of a directory; raises `ModelError` if it is not one."""
+    """Return the JSON object in a directory's file; `ModelError` if there is no valid object."""
     file = directory / name
     if not file.is_file():
         if file.exists():
@@ -45,7 +45,7 @@ def read_json(directory: Path, name: str) -> JsonObject:
 def parse_json(text: bytes) -> Any:
     """Parse a JSON text; raises `DamagedJsonError`.
 
-    A key that occurs twice with two values is an error: two readers could each take another one.
+    A key with two different values is an error: two readers could each use a different one.
     """
     try:
         content = json.loads(text, object_pairs_hook=_unique)
@@ -58,7 +58,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a value as JSON for an error message, cut to one line."""
+    """Return a value as text for an error message, cut after 80 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value) if _is_short(value) else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Mapped checkpoint files: reading them ahead, and letting them go."""
+"""Mapped checkpoint files: reads them ahead, and drops their pages from memory."""
 
 import ctypes
 import mmap
@@ -34,9 +34,9 @@ _ADVISED_BYTES = 128 << 10
 def copy_out_of_files(model: nn.Module) -> None:
     """Copy the dense weights out of mapped files, so that the files can be unmapped.
 
-    A weight loaded in its file's dtype is a view of the mapped file, and one view keeps every page
-    that was read, experts included. The copy keeps the weight's alignment, because torch's products
-    differ in the last bit with it.
+    A weight loaded in its file's dtype is a view of the mapped file, and a single view keeps every
+    page that was read, experts included. The copy has the same alignment as the weight, because the
+    last bit of torch's products depends on it.
     """
     tensors = mapped_tensors(model)
     map_ahead(tensors)
@@ -64,7 +64,7 @@ def find_mapped() -> Callable[[Tensor], bool]:
 
 
 def places_of(tensors: Sequence[Tensor]) -> list[tuple[Path, int]] | None:
-    """Return the file and byte offset of each tensor; None if a tensor has no file.
+    """Return the file and byte offset of each tensor; None if any is not in a mapped file.
 
     A file of the hub's cache is reported by its name in the snapshot.
     """
@@ -86,7 +86,7 @@ def _mapped_ranges() -> list[tuple[int, int]]:
 
 
 def _mapped_files() -> Iterator[tuple[int, int, int, str]]:
-    """Yield a mapped checkpoint file's (first, last + 1) addresses, first byte and name."""
+    """Yield each mapping of a checkpoint file: first and last + 1 address, file offset, name."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux
@@ -100,7 +100,7 @@ def _mapped_files() -> Iterator[tuple[int, int, int, str]]:
 
 
 def _in_snapshot(file: Path) -> Path:
-    """Return the link in a snapshot to a file of the hub's cache; other files unchanged."""
+    """Return the snapshot's link to a file of the hub's cache; return other files unchanged."""
     if file.parent.name != _HUB_FOLDER:
         return file
     links = file.parent.parent.glob("snapshots/*/*")
@@ -115,9 +115,9 @@ def _is_inside(address: int, ranges: list[tuple[int, int]]) -> bool:
 def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
     """Read files into the system's page cache at the disk's full speed.
 
-    Faulting mapped pages in one by one, when experts are first used, reaches only a fraction of it.
-    Pages already in memory are not read again. `on_bytes` gets the number of bytes read, from
-    several threads.
+    Faulting mapped pages in one by one, when experts are first used, reaches only a fraction of
+    that speed. Pages already in memory are not read again. Several threads call `on_bytes` with
+    the number of bytes read.
     """
     buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(_READERS):  # mapped, so that closing them certainly returns the memory
@@ -160,7 +160,7 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
 def reading_along(files: Sequence[Path]) -> Iterator[None]:
     """Let the system read files ahead, one after the other, while the body uses them.
 
-    Without this, mapped files are read where they are touched, and the touching thread waits.
+    Otherwise the thread that first touches a page of a mapped file waits for the disk.
     """
     if not hasattr(os, "posix_fadvise"):  # not Linux
         yield
@@ -200,10 +200,11 @@ def let_go(files: Iterable[Path]) -> None:
 
 
 def forget(extents: Iterable[tuple[int, int]]) -> None:
-    """Drop pages of mapped checkpoint files that are no longer needed, at (address, bytes).
+    """Drop pages of mapped checkpoint files: whole pages within extents of (address, bytes).
 
-    When memory does not hold both a file and the model made of it, the system would otherwise drop
-    the oldest pages, which are those read next. Addresses outside mapped files are ignored.
+    Without this, if memory cannot hold both a file and the model made from it, the system would
+    drop the oldest pages, which are the next to be read. Addresses outside mapped files are
+    ignored.
     """
     if sys.platform != "linux":
         return
@@ -215,7 +216,7 @@ def forget(extents: Iterable[tuple[int, int]]) -> None:
 
 
 def _joined(extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Join extents that follow each other or overlap, so that no page between them is left out."""
+    """Join adjacent or overlapping extents, so that a page that two of them share is included."""
     begin = end = 0
     for first, size in sorted(extents):
         if first > end:
@@ -234,11 +235,11 @@ def _madvise() -> Callable[[int, int, int], int]:
 def map_ahead(
     tensors: Iterable[Tensor], on_bytes: Callable[[int], object] = lambda _: None
 ) -> None:
-    """Map the pages of tensors into this process's page table; reads what is still on the disk.
+    """Map the pages of tensors into this process's page table, reading those still on the disk.
 
-    Otherwise each page's first use does it: 16 GB of experts that had been read ahead cost a third
-    of the speed of the first 80 tokens; this takes a second. `on_bytes` gets the number of bytes
-    done, from several threads.
+    Otherwise the first use of each page maps it: with 16 GB of experts that had been read ahead,
+    this cost a third of the speed of the first 80 tokens, whereas mapping ahead takes a second.
+    Several threads call `on_bytes` with the number of bytes mapped.
     """
     if sys.platform != "linux":
         return
@@ -254,7 +255,7 @@ def map_ahead(
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterable[tuple[int, int]]:
-    """Yield (address, bytes) of whole pages, a limited number at a time."""
+    """Yield (address, bytes) of the tensors' pages, in pieces of limited size."""
     page = os.sysconf("SC_PAGE_SIZE")
     for tensor in tensors:
         begin, end = tensor.data_ptr() // page * page, tensor.data_ptr() + tensor.nbytes
@@ -263,7 +264,7 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterable[tuple[int, int]]:
 
 
 def _is_cached(descriptor: int, offset: int, size: int) -> bool:
-    """Whether a chunk's first and middle bytes are in memory; False where that cannot be asked."""
+    """Whether a chunk's first and middle bytes are in memory; False if the system cannot tell."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     try:

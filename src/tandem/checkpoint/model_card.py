@@ -26,14 +26,14 @@ class Origin:
     base_model: str | None
     """The base model's id on a hub; None if only a folder is known."""
     licence: str | None
-    """The licence in the base model's card; None if the card names none."""
+    """The licence in the base model's card; None if the card has no licence."""
 
 
 def origin_of(directory: Path, name: str) -> Origin:
-    """Return what is known about the origin of a model in a directory, which was requested as
-    `name`.
+    """Return the known origin of the model in a directory, which the user requested as `name`.
 
-    For a model that was packed before, its card has the origin.
+    The base model is `name` if that is a hub id; otherwise it is read from the directory's card,
+    which names the base model of a model packed before.
     """
     card = directory / CARD_FILE
     is_card = card.is_file() and card.stat().st_size <= _MOST_CARD_BYTES
@@ -51,7 +51,7 @@ def _front_matter(text: str) -> dict[str, str]:
 
 
 def copy_licences(source: Path, directory: Path) -> None:
-    """Copy the texts of the base model's licence."""
+    """Copy the base model's licence files, except those that the directory already has."""
     for pattern in _LICENCE_FILES if source.is_dir() else ():
         for file in source.glob(pattern):
             if file.is_file() and not (directory / file.name).exists():
@@ -59,7 +59,7 @@ def copy_licences(source: Path, directory: Path) -> None:
 
 
 def read_reports(files: Sequence[str]) -> list[JsonObject]:
-    """Return what `tandem quality --json` and `tandem bench --json` printed into files."""
+    """Read the reports that `tandem quality --json` or `tandem bench --json` printed to files."""
     found = []
     for file in map(Path, files):
         try:
@@ -106,7 +106,7 @@ def _card(directory: Path, origin: Origin, reports: Sequence[JsonObject]) -> Ite
 
 
 def _recipe(stored: Mapping[str, Any]) -> Iterator[str]:
-    """Yield rows: how many layers have which format."""
+    """Yield the table's rows: how many layers have each format."""
     for part, names, otherwise in (
         ("experts", stored.get("expert_formats"), stored.get("expert_dtype")),
         (
@@ -122,7 +122,7 @@ def _recipe(stored: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measured(reports: Sequence[JsonObject]) -> Iterator[str]:
-    """Yield the measured results, or a line that there are none."""
+    """Yield the measured results, or a line that says that there are none."""
     yield from ("", "## Measured", "")
     for report in reports:
         if "perplexity" in report:

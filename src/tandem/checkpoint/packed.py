@@ -1,7 +1,8 @@
 """Packed checkpoints: file and tensor names that only Tandem resolves.
 
-With the usual names Transformers alone would open such a directory and run random experts. With
-ours it finds no weights and says so. Loads no torch.
+Under the usual names, Transformers without Tandem would open a packed checkpoint and run random
+experts. Under Tandem's names it reports that it finds no weights. This module does not import
+torch.
 """
 
 import contextlib
@@ -57,7 +58,7 @@ def require_new(target: Path) -> None:
 
 @contextlib.contextmanager
 def alone(file: Path) -> Iterator[bool]:
-    """Take the file's lock; yields False if another process holds it."""
+    """Lock the file while the body runs; yields False if another process holds the lock."""
     lock = os.open(file, os.O_CREAT | os.O_RDWR)
     try:
         if fcntl is not None:

@@ -48,8 +48,9 @@ def experts_tensor(module: str) -> str:
 def write_index(
     directory: Path, files: Mapping[str, Mapping[str, int]], sums: Mapping[str, FileSums]
 ) -> None:
-    """Write the index: `files` maps each file to its tensors and their bytes, `sums` to its
-    checksums.
+    """Write the index of a packed checkpoint.
+
+    `files` maps each file to the numbers of bytes of its tensors; `sums` maps it to its checksums.
     """
     weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
     total = sum(size for tensors in files.values() for size in tensors.values())
@@ -72,7 +73,7 @@ def read_metadata(directory: Path) -> JsonObject:
 def expert_sums(
     directory: Path, metadata: JsonObject, name: str, num_experts: int
 ) -> tuple[int, ...]:
-    """Return the CRC32C of each expert of a tensor; empty if the index has none.
+    """Return the CRC32C of each expert of a tensor; empty if the index has no such checksums.
 
     Raises `ModelError` for malformed checksums.
     """
@@ -95,7 +96,7 @@ def _are_sums(value: object) -> TypeGuard[list[int]]:
 def require_as_written(file: Path, copied: FileSums) -> None:
     """Raise `ModelError` if a copied file's checksums differ from those in its index.
 
-    Indexes of older versions have no checksums; then nothing is compared.
+    If the index is of an older version, which has no checksums, nothing is compared.
     """
     metadata = read_metadata(file.parent)
     for name, sums in copied.expert_crc32c.items():
@@ -172,7 +173,7 @@ class _Experts(NamedTuple):
     name: str
     entry: TensorEntry
     known: Sequence[object]
-    """The checksums in the index, one for each part; empty if the index has something else."""
+    """The checksums in the index, one for each expert; empty if the index has another number."""
 
 
 def _experts_in(file: Path, metadata: JsonObject) -> _Experts | None:
@@ -190,7 +191,7 @@ def _experts_in(file: Path, metadata: JsonObject) -> _Experts | None:
 def _sums_of(
     file: Path, experts: _Experts | None, on_bytes: Callable[[int], object]
 ) -> tuple[str, list[int]]:
-    """Read a file once; return its SHA-256, and the CRC32C of each expert if some are known."""
+    """Read a file once; return its SHA-256, and each expert's CRC32C if the index has checksums."""
     digest, sums = hashlib.sha256(), list[int]()
     room = np.empty(_CHUNK_BYTES, np.uint8)
     with file.open("rb") as stream:
@@ -216,7 +217,7 @@ def _sums_of(
 
 
 def _damage(file: Path, metadata: JsonObject, experts: _Experts | None, expert: int | None) -> str:
-    """Return which tensor of a damaged file, and which expert, differs from what was written."""
+    """Return a clause that names the damaged tensor of a file, and its damaged expert if known."""
     sums = metadata.get(TENSOR_SUMS_KEY)
     if not isinstance(sums, dict):  # packed by an older version
         return "in one of its tensors or its header"

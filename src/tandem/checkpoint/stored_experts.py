@@ -1,4 +1,4 @@
-"""Stores experts in their layer of the host store, as codes if the layer keeps those exactly."""
+"""Stores experts in the host store: as codes if their layer's format holds the codes exactly."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def put_fused(
 ) -> None:
     """Store one projection or bias of all experts, (num_experts, ...); raises `ModelError`.
 
-    With `forgets` the system drops pages of the file once they have been read.
+    With `forgets`, pages of the file are dropped from memory once they have been read.
     """
     if not isinstance(fused, SourceTensor):
         layer.put(tensor_name, fused)
@@ -40,11 +40,11 @@ def put_experts(
     *,
     forgets: bool = False,
 ) -> None:
-    """Store the tensors of all experts, each made of stacked parts: one column for each part.
+    """Store one tensor of each expert, stacked from parts; a column lists one part of all experts.
 
-    Rows of a part are outputs, also if the layer stores the transpose. The columns are emptied on
-    the way, so that a layer is never in memory twice. Raises `ModelError`; `forgets` is as in
-    `put_fused`.
+    A part's rows are outputs, even if the layer stores the transpose. Parts that are stored one by
+    one are removed from the columns, so that a layer is never in memory twice. Raises `ModelError`;
+    `forgets` is as in `put_fused`.
     """
     plain = [[part for part in column if isinstance(part, Tensor)] for column in columns]
     if isinstance(layer, PackedLayer) and list(map(len, plain)) == list(map(len, columns)):
@@ -89,9 +89,10 @@ def _put_rows(
     *,
     forgets: bool,
 ) -> bool:
-    """Write all experts' rows directly from the file; False if they come as codes.
+    """Write all experts' rows directly from the file; return False if that is not possible.
 
-    Also False for damaged files: the torch reference, which reads codes, describes the damage.
+    Also returns False for a damaged file, so that the torch reference, which reads codes, reports
+    the damage.
     """
     if not isinstance(layer, PackedLayer):
         return False
@@ -113,7 +114,7 @@ def _put_rows(
 def _put_codes(
     layer: HostLayer, tensor_name: str, expert: int, parts: list[tuple[SourceTensor, Codes]]
 ) -> None:
-    """Store an expert's parts as codes if the layer's format holds all of them, else by value."""
+    """Store an expert's parts as codes if the layer's format holds all of them, else as values."""
     if isinstance(layer, PackedLayer):
         fmt = layer.format_of(tensor_name)
         if all(fmt in source.weight.formats for source, _ in parts):

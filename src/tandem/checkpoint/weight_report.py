@@ -1,4 +1,4 @@
-"""Checks loaded weights: they must match config.json, by Transformers' report, and be finite."""
+"""Checks that loaded weights match config.json, by Transformers' report, and are finite."""
 
 import re
 from collections import Counter
@@ -29,9 +29,9 @@ class LoadReport(TypedDict):
 def require_own_weights(
     path: Path, model: PreTrainedModel, report: LoadReport, *, is_whole: bool
 ) -> None:
-    """Raise `ModelError` for a missing weight, one of another shape, or one of a surplus layer.
+    """Raise `ModelError` for a missing weight, a wrong shape, or a weight of a surplus layer.
 
-    `is_whole` says that all layers of the config were loaded.
+    `is_whole` says whether all layers of the config were loaded.
     """
     missing = sorted(report["missing_keys"])
     if missing:
@@ -60,8 +60,8 @@ def require_source_shapes(
 ) -> None:
     """Raise `ModelError` for a quantised matrix whose shape differs from the parameter's.
 
-    `targets` maps names to parameters. The shapes of experts, and of parameters made of several
-    matrices, are checked when they arrive.
+    `targets` maps names in the checkpoint to parameters. The shapes of experts, and of parameters
+    made of several matrices, are checked when they are stored.
     """
     counts, parameters = Counter(targets.values()), dict(model.named_parameters())
     for name, weight in weights.items():
@@ -94,9 +94,9 @@ def _other_shape(
 
 
 def _require_no_more_layers(path: Path, model: PreTrainedModel, unexpected: set[str]) -> None:
-    """Refuse weights of layers beyond the last one; a model may come with some MTP layers.
+    """Refuse weights of layers beyond the model's last layer and its MTP layers.
 
-    Transformers judges other weights that are not read.
+    Other unexpected weights are left to Transformers' own check.
     """
     if not unexpected:
         return

@@ -1,4 +1,4 @@
-"""`tandem bench`: the kernels if the first word is `kernels`, else a whole model."""
+"""`tandem bench`: measures the kernels if its argument is `kernels`, otherwise a whole model."""
 
 import argparse
 import dataclasses

@@ -34,7 +34,7 @@ class KernelBenchOptions:
             require_range("threads", self.threads, 1, 1024, what="a number of threads")
 
     def token_counts(self) -> list[int]:
-        """Return the token counts; `ConfigError` if one is not a number."""
+        """Return the token counts; raises `ConfigError` unless all are numbers in 1..65536."""
         counts = []
         for word in self.tokens.split(","):
             if not word.strip().isdecimal() or not 1 <= int(word) <= 65536:
@@ -48,8 +48,8 @@ class KernelBenchOptions:
 def run_kernels(options: KernelBenchOptions, start_peers: "StartPeers | None" = None) -> int:
     """Measure and print the results; returns the exit code.
 
-    `start_peers` starts other systems, which are timed in turn with Tandem, and reports missing
-    ones.
+    `start_peers` starts other systems, which are timed alternately with Tandem, and records why a
+    system is missing.
     """
     from tandem.bench.kernels import KernelBench, machine
     from tandem.kernels.cpu import detect_cpu

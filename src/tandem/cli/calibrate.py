@@ -1,6 +1,4 @@
-"""`tandem calibrate`: learn a model's residual vectors, and measure how well they predict
-experts.
-"""
+"""`tandem calibrate`: learns a model's residual vectors, and measures how well they predict."""
 
 import argparse
 import json
@@ -113,7 +111,7 @@ def _report(
 
 
 def _table(report: dict[str, Any]) -> str:
-    """Return the comparison as DALI's tables 5 and 8 have it."""
+    """Return the comparison as text, in the form of DALI's tables 5 and 8."""
     cosine = report["cosine"]
     batches = " ".join(f"{batch:>6}" for batch in report["batches"])
     lines = [

@@ -60,7 +60,7 @@ def chat(session: Session) -> int:
 
 
 class _Chat:
-    """Executes the lines of a chat on its session."""
+    """Executes a chat's messages and commands on its session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -68,7 +68,7 @@ class _Chat:
         self._reader = MessageReader(on_interrupt=_HELP)
 
     def take_turn(self) -> bool:
-        """Do what the next message says; return whether the chat goes on."""
+        """Answer the next message or execute the next command; return False at the chat's end."""
         typed = self._reader.read()
         if typed is None:
             return False

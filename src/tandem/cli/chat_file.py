@@ -16,7 +16,7 @@ _ROLES = ("system", "user", "assistant")
 
 
 def save_chat(messages: "list[Message]", file: Path) -> None:
-    """Write a chat; raises rather than overwrite a file that is no chat."""
+    """Write a chat; raises `FileFormatError` if it has images, or an existing file is no chat."""
     if any(not isinstance(message["content"], str) for message in messages):
         raise FileFormatError("a chat with images is not saved; /clear begins one without")
     if file.exists():

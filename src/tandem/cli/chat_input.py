@@ -1,7 +1,7 @@
 """Reads a chat's messages from a terminal or a pipe: single lines, or several in triple quotes.
 
-On a terminal messages can be edited, and the up arrow recalls those of earlier chats. Pasted text,
-and lines separated by Alt-Enter, form one message.
+On a terminal, messages can be edited, and the up arrow recalls messages of earlier chats. Pasted
+text, and lines separated by Alt-Enter, form one message.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _KEYS = (
 
 
 class Typed(NamedTuple):
-    """A message as it was typed; a quoted one is never a command."""
+    """A message as it was typed; a quoted message is never a command."""
 
     text: str
     is_quoted: bool
@@ -77,7 +77,7 @@ class History:
     """
 
     def __init__(self, file: Path, *, is_kept: bool) -> None:
-        """Read the history file; an unusable one gives a warning, not an error."""
+        """Read the history file; an unusable file causes a warning, not an error."""
         self._file: Path | None = None
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             return
@@ -100,8 +100,9 @@ class History:
         self._file = file
 
     def save(self) -> None:
-        """Write the history file. Called after each message, as a closed terminal gives no
-        warning.
+        """Write the history file.
+
+        Must be called after each message, as the process may end when its terminal is closed.
         """
         if self._file is None:
             return
@@ -116,7 +117,7 @@ class History:
 
 
 def _create_private(file: Path) -> None:
-    """Create the file if it does not exist, readable by its owner only before it has a line."""
+    """Create the file if it does not exist, and restrict it to its owner before writing to it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
     file.chmod(0o600)

@@ -1,5 +1,6 @@
-"""`tandem compare`: Tandem and llama.cpp on one GGUF file, timed in turns, and whether they
-agree.
+"""`tandem compare`: compares Tandem's speed and choices of tokens with llama.cpp's on a GGUF file.
+
+The two systems are timed alternately.
 """
 
 import argparse
@@ -110,7 +111,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _text_ids(found: ModelChoice, count: int) -> list[int]:
-    """Return the token ids of a text that comes with Tandem, by the file's own tokenizer."""
+    """Return `count` token ids of held-out text; without a tokenizer the ids are arbitrary."""
     from tandem.quality.texts import held_out_texts
 
     if count == 0:
@@ -174,7 +175,7 @@ def _makers() -> "tuple[Maker, Maker]":
 
 
 def _is_narrow(setting: "Setting", *, quiet: bool) -> bool:
-    """Tell whether memory cannot hold both at once; they are then measured one after the other."""
+    """Tell whether memory cannot hold both systems, so that they must be measured separately."""
     from tandem.experts.store.host_memory import available_bytes
 
     needed = int(_MEMORY_OVER_FILE * setting.gguf.stat().st_size)

@@ -1,4 +1,4 @@
-"""`tandem doctor`: what is installed, what is missing, what that costs and what to do.
+"""`tandem doctor`: reports what is installed, what is missing, its cost in speed, and remedies.
 
 `tandem doctor MODEL` also checks on this machine that the kernels agree with the reference.
 """
@@ -129,7 +129,7 @@ def has_gpu() -> bool:
 
 
 def looked_at(num_threads: int | None = None) -> "Iterator[Finding]":
-    """Check this machine; print each finding as it comes."""
+    """Check this machine; print and yield each finding at once."""
     from tandem.forecast.machine_check import check_machine
 
     isa = os.environ.get("TANDEM_ISA", "")
@@ -167,7 +167,7 @@ def _check_model(choice: ModelChoice, options: DoctorOptions) -> Iterator[Findin
 
 
 def _check_disk(checkpoint: "AnyCheckpoint") -> Iterator[Finding]:
-    """Measure the disk under a packed model, which may run from there."""
+    """Measure the disk that holds a packed model, as the model may run from the disk."""
     from tandem.forecast.disk_check import check_disk
     from tandem.hf.checkpoint import Checkpoint
 
@@ -176,7 +176,7 @@ def _check_disk(checkpoint: "AnyCheckpoint") -> Iterator[Finding]:
 
 
 def _check_disk_of_copies() -> Iterator[Finding]:
-    """Measure the disk of the packed copies, with the most recently used one."""
+    """Measure the disk that holds the packed copies, with the most recently used copy."""
     from tandem.hf.checkpoint import open_model
 
     for copy in kept_copies().all()[:1]:

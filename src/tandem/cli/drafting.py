@@ -1,4 +1,4 @@
-"""Messages about drafting: with a small model, or with a model's MTP layer."""
+"""Finds what a command drafts with: a small model, or the MTP layer of the model itself."""
 
 import warnings
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tandem.foreign_types import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """The model that a command names, and the model to draft with, if any."""
+    """The model that a command runs, and the draft model, if any."""
 
     choice: ModelChoice
     draft: str | None
@@ -21,7 +21,7 @@ class DraftChoice:
     def load(self, tokenizer: Tokenizer) -> DraftSources:
         """Return `Generator`'s arguments for drafting, for a model with this tokenizer.
 
-        A draft model with another vocabulary is left out, with a warning.
+        A draft model whose vocabulary differs is not used, and causes a warning.
         """
         own = find_model(self.choice, quiet=self.quiet)
         told: DraftSources = {"mtp_from": Path(own.model)}  # the model, not a packed copy

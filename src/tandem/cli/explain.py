@@ -1,8 +1,8 @@
 """`tandem run --explain`: what limited the speed of a run, and what one change would gain.
 
-First it lists which parts of a decode step and a prompt are not native, and the drafts. With an
-expert cache it also lists what happened layer by layer, and replays the run's routing in the
-simulator with one change at a time, which is as accurate as the hardware profile.
+It lists which parts of a decode step and of a prompt are not native, and counts the drafts. With an
+expert cache it also lists what happened in each layer, and replays the run's routing in the
+simulator with one change at a time. These forecasts are as accurate as the hardware profile.
 """
 
 import dataclasses
@@ -76,9 +76,9 @@ class _Conditions(NamedTuple):
 
 
 def what_if(trace: "RoutingTrace", cache: ExpertCache, *, in_graph: bool = False) -> list[Change]:
-    """Simulate the run as it is and with one change at a time; best first.
+    """Simulate the run without a change, then with one change at a time, sorted by time.
 
-    `in_graph` says whether its decode steps were one graph each.
+    `in_graph` says whether the run's decode steps followed an in-graph rule.
     """
     now = _Conditions(cache.machine.profile, cache.machine.shape, cache.num_slots, in_graph)
     as_it_is = Change("as it is", _seconds(trace, cache, now))
@@ -139,7 +139,7 @@ def _seconds(trace: "RoutingTrace", cache: ExpertCache, conditions: _Conditions)
 
 
 def change_table(changes: list[Change], num_tokens: int) -> str:
-    """Return a table of the changes and the time that each would save."""
+    """Return a table of the changes: the run's time, tok/s and speed-up with each of them."""
     base = changes[0].seconds
     lines = [
         "by the simulator, on the profile's times, without drafted tokens this run would take:"
@@ -153,14 +153,14 @@ def change_table(changes: list[Change], num_tokens: int) -> str:
 
 
 class DecodeStep(NamedTuple):
-    """Which operations of a generator's decode step are native, if that is known."""
+    """Which operations of a generator's decode step and prompt are not native, if known."""
 
     coverage: "Coverage | None"
     why_slower: str | None
     prompt: "PromptCoverage | None" = None
 
     def line(self) -> str:
-        """Return a line about the operations that are not native and their cost."""
+        """Return text about the operations that are not native and their cost."""
         why = self.why_slower or "no decode step was replayed"
         step = self.coverage
         lines = [step.line() if step is not None else f"not native: not counted, as {why}"]
@@ -180,7 +180,7 @@ def _entries(coverage: "Coverage | PromptCoverage | None") -> list[dict[str, obj
 
 
 def decode_step(generator: "Generator") -> DecodeStep:
-    """Profile the generator's last decode step, if it was replayed."""
+    """Profile the generator's last decode step, if it was replayed, and a short prompt."""
     from tandem.hf.runtime import require_runtime
     from tandem.recording.coverage import coverage_of
 
@@ -192,7 +192,11 @@ def decode_step(generator: "Generator") -> DecodeStep:
 
 
 def _prompt(generator: "Generator") -> "PromptCoverage | None":
-    """Run a short prompt in separate slots; None if the planner would learn from it."""
+    """Profile a short prompt in separate slots.
+
+    Returns None on a GPU, for a model without sequence slots, or if the planner would learn from
+    the prompt.
+    """
     from tandem.hf.lookahead.warm_up import warm_up_ids
     from tandem.hf.runtime import require_runtime
     from tandem.recording.coverage import coverage_of_prompt
@@ -235,7 +239,7 @@ class Drafting:
         return f"{told}; {self._counts.line()}"
 
     def json(self) -> dict[str, object]:
-        """Return the same as JSON: steps by number of drafted tokens."""
+        """Return the counts as JSON: decode steps by number of drafted tokens, and unpaid steps."""
         counts = self._counts
         return {
             "steps_by_drafted_tokens": {str(n): steps for n, steps in sorted(counts.steps.items())},

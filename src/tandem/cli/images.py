@@ -28,7 +28,7 @@ def add_images(parser: argparse.ArgumentParser) -> None:
 
 
 def open_images(files: Sequence[str]) -> "list[Image]":
-    """Open the files of --image; `ConfigError` names the first that is no image."""
+    """Open the files of --image; raises `ConfigError` for the first file that is no image."""
     if not files:
         return []
     from tandem.generate.images import open_image
@@ -37,10 +37,10 @@ def open_images(files: Sequence[str]) -> "list[Image]":
 
 
 def load_processor(choice: ModelChoice) -> "Processor":
-    """Load the processor that writes a model's prompts with images.
+    """Load the processor that formats a model's prompts with images.
 
-    It is loaded before the model, which may take minutes. Raises `UnsupportedModelError` for a
-    model without images, and `ModelError` for one without a processor.
+    Call this before loading the model, which may take minutes, so that errors come early. Raises
+    `UnsupportedModelError` if the model takes no images, and `ModelError` if it has no processor.
     """
     from tandem.generate.images import load_processor
 
@@ -60,8 +60,8 @@ def load_processor(choice: ModelChoice) -> "Processor":
 def load_image_reader(found: ModelChoice, directory: Path | None) -> "ImageReader | None":
     """Return the reader of images in the server's requests; None if the model takes no images.
 
-    `directory` contains the files that requests may name. A missing package gives a line in the
-    log.
+    Requests may name only files in `directory`. If the processor cannot be loaded, the log says
+    why, and the reader refuses images.
     """
     from tandem.apis.images import ImageReader
 

@@ -87,7 +87,7 @@ def run(flags: argparse.Namespace) -> int:
 def collect(
     options: ImportanceOptions, choice: ModelChoice, files: list[str] | tuple[()] = ()
 ) -> tuple[Path, int]:
-    """Run a text through a model; return the file with the importance, and the number of tokens."""
+    """Run texts through a model and write the importance; return its file and the token count."""
     from tandem.quality.texts import cut_windows, learnt_texts, read_texts
 
     texts = read_texts(files) if files else learnt_texts()

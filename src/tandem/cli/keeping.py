@@ -76,7 +76,7 @@ class Keeper:
     """Finds or writes the packed copy of one model."""
 
     def __init__(self, options: KeepOptions, *, quiet: bool, may_ask: bool = True) -> None:
-        """With `quiet` nothing is printed or asked."""
+        """With `quiet`, print and ask nothing; without `may_ask`, ask nothing."""
         self._options = options
         self._quiet = quiet
         self._may_ask = may_ask and not quiet
@@ -92,7 +92,7 @@ class Keeper:
         return Origin.of(source, files, options, version("tandem-moe"))
 
     def find(self, origin: "Origin") -> Path | None:
-        """Return the directory of a kept copy; a damaged copy is removed."""
+        """Return the directory of a kept copy, None without a copy; a damaged copy is removed."""
         from tandem.hf.checkpoint import open_model
 
         copies = kept_copies(self._options)
@@ -112,7 +112,7 @@ class Keeper:
         return directory
 
     def look_ahead(self, origin: "Origin", num_bytes: Callable[[], int]) -> None:
-        """Print, before the model is loaded, that a requested copy cannot be kept."""
+        """Check before loading that a requested copy can be kept; if not, print why, keep none."""
         if not self._options.keep:
             return
         try:
@@ -125,10 +125,10 @@ class Keeper:
     def packed_on_disk(
         self, origin: "Origin", num_bytes: int, pack: Callable[[Path, "OnProgress"], object]
     ) -> Path | None:
-        """Let `pack` write a copy of a model that does not fit in memory; None: the user does not
-        want it.
+        """Let `pack` write a copy of a model that does not fit in memory, if the user agrees.
 
-        Raises `TandemError` if it cannot be written.
+        Returns the copy's directory, or None if the user did not agree. Raises `TandemError` if
+        the copy cannot be written.
         """
         copies = kept_copies(self._options)
         wanted = self._options.pack_to_disk
@@ -243,11 +243,11 @@ def _minutes(num_bytes: int) -> str:
 
 
 class _LeftError(Exception):
-    """The user does not want to wait for the copy."""
+    """Stops writing a copy, as the user does not want to wait for it."""
 
 
 class _Answer:
-    """The user's answer, asked once."""
+    """The user's answer to the question whether to keep packed copies, stored in a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -1,10 +1,11 @@
 """Packed copies of models that had to be converted, kept for the next start within a size limit.
 
-A copy is a packed checkpoint. Its name is made of its source and a hash of everything that it
-depends on (`Origin`). Beside it `NAME.json` describes it; that file's time is when the copy was
-last used. A writer takes the name's lock, drops the least recently used copies until there is room,
-writes into a hidden directory, renames it, and writes `NAME.json` last. A reader takes no lock: a
-copy counts only with its `NAME.json` and all bytes that this names.
+A copy is a packed checkpoint, a directory named after its source and a hash of everything that the
+copy depends on (`Origin`). The note `NAME.json` beside the directory describes the copy; the note's
+modification time is the copy's last use. A writer takes the lock of the name, removes the least
+recently used copies until there is room, writes into a hidden directory, renames it, and writes the
+note last. A reader takes no lock: a copy is valid only with its note and as many bytes as the note
+says.
 """
 
 import contextlib
@@ -27,9 +28,7 @@ _SAMPLE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a copy was made of: the source's present files, the options, and the converting
-    version.
-    """
+    """What a copy was made from: the source's files, the options, and Tandem's version."""
 
     source: str
     options: Mapping[str, str]
@@ -83,8 +82,9 @@ class KeptCopies:
         return sorted(found, key=lambda copy: copy.last_used, reverse=True)
 
     def find(self, origin: Origin) -> Path | None:
-        """Return the whole copy with this origin and update its time of use; a damaged copy is
-        removed.
+        """Return the directory of the copy with this origin, and update the copy's time of use.
+
+        Returns None without a copy; removes an incomplete copy.
         """
         note = self._note(origin.name)
         copy = _read(note)
@@ -112,10 +112,10 @@ class KeptCopies:
             ) from error
 
     def write(self, origin: Origin, num_bytes: int, save: Callable[[Path], object]) -> Path | None:
-        """Let `save` write a copy of about `num_bytes`, unless another process does; return its
-        directory.
+        """Let `save` write a copy of about `num_bytes`, and return the copy's directory.
 
-        Raises `ModelError` if there is no room for it or the system refuses.
+        Returns None if another process is writing this copy. Raises `ModelError` if there is no
+        room for it or the system refuses.
         """
         with self._told_errors(), self._alone(origin.name) as is_alone:
             return self._write(origin, num_bytes, save) if is_alone else None
@@ -153,7 +153,7 @@ class KeptCopies:
         return target
 
     def _sweep(self) -> None:
-        """Delete what killed writers left: directories without a note, or incomplete ones."""
+        """Delete what killed writers left: partial directories, and directories without a note."""
         for left in [file for file in self.directory.iterdir() if file.is_dir()]:
             name = left.name.removeprefix(".").removesuffix(".partial")
             with self._alone(name) as is_alone:
@@ -166,8 +166,9 @@ class KeptCopies:
             self.remove(copy.name)
 
     def _removable(self, num_bytes: int, *, keep: str) -> list[KeptCopy]:
-        """Return the copies to remove for `num_bytes`; raises `ModelError` if all are not
-        enough.
+        """Return the copies to remove to make room for `num_bytes`.
+
+        Raises `ModelError` if removing all copies but `keep` would not be enough.
         """
         disk = shutil.disk_usage(self.directory)
         others = [copy for copy in self.all() if copy.name != keep]
@@ -186,7 +187,7 @@ class KeptCopies:
         return leaving
 
     def _alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Hold a name's lock; it is False if another process does."""
+        """Return a context that holds a name's lock; its value is False if another process does."""
         self.directory.mkdir(parents=True, exist_ok=True)
         return alone(self.directory / f".{name}.lock")
 
@@ -195,7 +196,7 @@ class KeptCopies:
 
 
 def _read(note: Path) -> KeptCopy | None:
-    """Return the copy of a note; None if the note or the copy is not there or not readable."""
+    """Return the copy that a note describes; None if either is missing or the note unreadable."""
     try:
         stored = json.loads(note.read_text(encoding="utf-8"))
         directory = note.with_suffix("")

@@ -1,8 +1,8 @@
-"""`tandem run --live`: which experts an answer uses, from which memory, and how fast it comes.
+"""`tandem run --live`: shows which experts an answer uses, where they are, and the answer's speed.
 
-It is drawn in the last lines of a terminal, below the answer, with sequences that every terminal
-knows. Each row is some layers, each cell some of a layer's experts: the darker, the more they were
-used lately.
+The panel is drawn in the last lines of a terminal, below the answer, with escape sequences that
+every terminal knows. Each line shows some layers, and each cell some of their experts: the darker
+the cell, the more its experts were used lately.
 """
 
 import shutil
@@ -38,7 +38,7 @@ class ExpertHeat:
     """The experts' recent use, in as many cells as fit the terminal."""
 
     def __init__(self, counts: dict[int, int], *, width: int) -> None:
-        """Begin with no use; `counts` are the numbers of experts of the layers that have some."""
+        """Start with no use; `counts` has the number of experts of each MoE layer."""
         self._layers = sorted(counts)
         self._counts = counts
         self._num_rows = min(_ROWS, len(self._layers))
@@ -50,7 +50,7 @@ class ExpertHeat:
         self._heat = [[0.0] * self.width for _ in range(self._num_rows)]
 
     def __call__(self, event: LayerExecuted) -> None:
-        """Fold one event into the cells."""
+        """Add the experts that one event reports to their cells."""
         if event.layer not in self._row_of:
             return
         row = self._heat[self._row_of[event.layer]]
@@ -59,7 +59,7 @@ class ExpertHeat:
             row[min(self.width - 1, expert * self.width // self._counts[event.layer])] += 1.0
 
     def lines(self) -> list[str]:
-        """Return the rows, each with the number of its first layer."""
+        """Return the lines of cells, each with the number of its first layer."""
         most = max((heat for row in self._heat for heat in row), default=0.0) or 1.0
         firsts = {row: layer for layer, row in reversed(self._row_of.items())}
         return [
@@ -106,7 +106,7 @@ class LivePanel:
         self._tokens, self._first, self._drawn = 0, 0.0, 0.0
 
     def __enter__(self) -> Self:
-        """Keep the answer above the last lines."""
+        """Listen to the model, and keep the answer above the panel's lines."""
         self._executor.listeners += [self._heat, self._cache]
         above = self._size.lines - self._num_lines
         self._out.write("\n" * self._num_lines + f"\x1b[{self._num_lines}A")
@@ -145,7 +145,7 @@ class LivePanel:
         self._out.flush()
 
     def _summary(self) -> str:
-        """Return where the experts were, and the speed."""
+        """Return a line about the speed, and about where the experts were."""
         seconds = self._clock() - self._first if self._first else 0.0
         speed = (self._tokens - 1) / seconds if self._tokens > 1 and seconds > 0 else 0.0
         parts = [f"{self._tokens} pieces, {speed:.1f} a second"]

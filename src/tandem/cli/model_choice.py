@@ -1,6 +1,6 @@
-"""Finds the model that a command names: the demo (built on first use), a directory, a hub id.
+"""Finds the model that a command names: the demo (built on first use), a file or folder, a hub id.
 
-Also its flags, which are the same wherever a command names a model.
+Also adds the flags that all commands with a model share.
 """
 
 import argparse
@@ -42,8 +42,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekke
 class ModelChoice:
     """A model as the command names it, or, once found, its path.
 
-    There is no flag for a token, because other users of the machine can read command lines.
-    huggingface_hub takes it from HF_TOKEN or from `hf auth login`.
+    There is no flag for the hub's access token, because other users of the machine can read command
+    lines. huggingface_hub reads the token from HF_TOKEN or from what `hf auth login` stored.
     """
 
     model: str = "demo"
@@ -54,7 +54,7 @@ class ModelChoice:
         False, help="run the Python code that comes with MODEL, if it needs it"
     )
     verify: bool = False
-    """Verify the files' checksums before loading; a flag of commands that load a model."""
+    """Whether to verify checksums before loading; only commands that load a model have the flag."""
 
 
 def add_model(
@@ -67,8 +67,8 @@ def add_model(
 ) -> None:
     """Add the argument MODEL and the flags of `ModelChoice`.
 
-    MODEL may be left out unless it is required. A command that `loads` the model can verify its
-    files first.
+    MODEL may be left out unless it is required. A command that `loads` the model also has
+    `--verify`.
     """
     shown = "" if is_required or default is None else f" (default: {default})"
     parser.add_argument(
@@ -85,8 +85,9 @@ def add_model(
 
 
 def find_model(choice: ModelChoice, *, quiet: bool) -> ModelChoice:
-    """Return the choice with a path instead of a name: builds the demo model or downloads a hub
-    id.
+    """Return the choice with a path instead of a name.
+
+    Builds the demo model, or downloads a model from the hub, if it is not on this machine yet.
     """
     from tandem.checkpoint.hub import HubOptions, find_model_path
 
@@ -251,7 +252,7 @@ def _load(
 
 
 def load_tokenizer(found: ModelChoice) -> Tokenizer:
-    """Load the tokenizer of a model that was found; `ModelError` if it has none."""
+    """Load the tokenizer of a model that was found; raises `ModelError` without a usable one."""
     from transformers import AutoTokenizer
 
     from tandem.checkpoint.config_values import foreign_errors
@@ -296,7 +297,7 @@ def _no_tokenizer(source: str, why: str) -> ModelError:
 
 
 def import_transformers(*, quiet: bool, has_bars: bool = True) -> None:
-    """Import Transformers, which takes seconds; silence all but errors and its loading bar."""
+    """Import Transformers, which takes seconds; it then logs only errors, and bars if wanted."""
     with waiting("importing torch and Transformers", quiet=quiet):
         from transformers.utils import logging
 

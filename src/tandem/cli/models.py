@@ -1,4 +1,4 @@
-"""`tandem models`: lists the models on this machine with size and last use; `rm` removes one."""
+"""`tandem models`: lists the models on this machine with size and last use; `rm` removes models."""
 
 import argparse
 import json
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """List or remove; returns the exit code."""
+    """List or remove models; returns the exit code."""
     options = from_flags(ModelsOptions, flags)
     stored = stored_models()
     if flags.action == "rm":

@@ -32,7 +32,7 @@ class SessionPlan:
     """The options of a session, checked before the model is loaded."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
-        """Check the flags; `ConfigError` names a wrong one."""
+        """Check the flags; raises `ConfigError`, which names a wrong flag."""
         self._options = from_flags(SessionOptions, flags)
         if self._options.live:
             from tandem.cli.live import require_terminal

@@ -57,7 +57,7 @@ class PackOptions:
     json: bool = option(False, help="print one JSON object on the last line of standard output")
 
     def __post_init__(self) -> None:
-        """Raise for options that exclude each other."""
+        """Check the ranges, and raise `ConfigError` for options that exclude each other."""
         if self.bits is not None:
             require_range("bits", self.bits, 1, 16, what="a number of bits")
         if self.size is not None:
@@ -71,7 +71,7 @@ class PackOptions:
 
     @property
     def has_budget(self) -> bool:
-        """Whether formats are chosen to meet a size."""
+        """Whether formats are chosen so that the packed model has a given size."""
         return self.size is not None or self.bits is not None
 
 
@@ -182,7 +182,7 @@ def _say_what_lacks(origin: Origin) -> None:
 
 
 def choose_formats(options: PackOptions, found: ModelChoice) -> dict[str, object]:
-    """Measure a model's parts and choose formats; prints them, and returns `pack`'s arguments."""
+    """Measure a model's parts, choose and print formats, and return them as `pack`'s arguments."""
     from tandem.hf.checkpoint import open_model
     from tandem.hf.config import OffloadConfig
     from tandem.quality.recipe import measure_parts

@@ -35,7 +35,7 @@ _NEGATIVE_VALUE = re.compile(r"-[0-9.]+[^\s=]*")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports mistakes as one sentence, with the nearest flag for a mistyped one."""
+    """Raises `UsageError` for mistakes, and leaves rarely used flags out of the help."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(self.prog, message)

@@ -27,7 +27,7 @@ _OTHER_FORMATS = ("int8", "int4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Options of `tandem plan`, apart from those of offloading."""
+    """Options of `tandem plan`, apart from `OffloadOptions`."""
 
     dense_dtype: str = option("auto", help="see tandem run --help-all", metavar="DTYPE")
     context: int | None = option(
@@ -80,7 +80,7 @@ class PlanOptions:
             parse_bytes(self.memory, name="--memory")
 
     def asked(self) -> PlanAsked:
-        """Return the questions for the planner."""
+        """Return the options in the form that `Planner` needs."""
         return PlanAsked(
             dense_dtype=self.dense_dtype, context=self.context, sequences=self.sequences,
             measure=self.measure, refresh=self.refresh, shape=self.shape,
@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Forecast and print; returns the exit code: 0 also for a model that does not fit."""
+    """Forecast and print; returns the exit code, which is 0 even if the model does not fit."""
     options = from_flags(PlanOptions, flags)
     offload = offload_options(flags, also_of_cpu=("profile",))
     source = from_flags(ModelChoice, flags)
@@ -131,7 +131,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _plan(planner: Planner) -> "tuple[Plan, dict[str, ModelSizes]]":
-    """Return the requested plan, and the sizes in other formats."""
+    """Return the requested plan, and the model's sizes in other formats."""
     sizes = planner.sizes()
     what = "dense_dtype" if sizes.is_dense else "expert_dtype"
     formats = () if planner.is_packed else _OTHER_FORMATS
@@ -140,7 +140,7 @@ def _plan(planner: Planner) -> "tuple[Plan, dict[str, ModelSizes]]":
 
 
 def _proposal(planner: Planner, options: PlanOptions, sizes: "ModelSizes") -> "SizeProposal | None":
-    """Return the largest size that reaches the requested speed, if one is requested."""
+    """Return the largest packed size that reaches the requested speed; None without a request."""
     from tandem.forecast.largest_size import largest_size
 
     if options.tokens_per_second is None:
@@ -226,13 +226,13 @@ def _tokens(count: int) -> str:
 
 
 def _tokens_at_once(plan: "Plan") -> str:
-    """Return how many tokens there are at once, as text."""
+    """Return the number of tokens that the KV cache must hold, as text."""
     times = f"{plan.sequences} x " if plan.sequences > 1 else ""
     return f"{times}{plan.context_tokens} tokens"
 
 
 def _state_rows(plan: "Plan") -> list[tuple[str, int]]:
-    """Return rows about a sequence's states, for a model that has some."""
+    """Return the table's rows about the sequences' states; empty for a model without states."""
     if not plan.sizes.state_bytes:
         return []
     rows = [("states", plan.state_bytes)]
@@ -242,7 +242,7 @@ def _state_rows(plan: "Plan") -> list[tuple[str, int]]:
 
 
 def _device_line(plan: "Plan") -> str:
-    """Return a line about the use of the device's memory, and what is free."""
+    """Return a line about the use of the device's memory, and how much is left free."""
     parts = plan.gpu_bytes
     dense = "weights" if plan.sizes.is_dense else "dense parts"
     names = {"dense": dense, "kv_cache": "KV cache", "workspace": "activations"}

@@ -1,4 +1,4 @@
-"""Plans of one model under several options, made before anything is loaded."""
+"""Plans one model with various options, before anything is loaded."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAsked:
-    """What the planner is asked, apart from the options of offloading."""
+    """The planner's options, apart from `OffloadOptions`."""
 
     dense_dtype: str
     context: int | None
@@ -36,7 +36,7 @@ class PlanAsked:
     draft: str | None
     image_tokens: int
     memory_bytes: int | None
-    """Host memory of the target machine; None: the free memory here, or the profile's."""
+    """Host memory of the target machine; None: the profile's, or the free memory here."""
 
 
 class Planner:
@@ -102,7 +102,7 @@ class Planner:
         )
 
     def _draft(self) -> "ModelSizes | None":
-        """Return the sizes of the draft model as `load_small` loads it."""
+        """Return the sizes of the draft model as `load_small` loads it; None if there is none."""
         from tandem.forecast.sizes import model_sizes
         from tandem.generate.speculation.small_model import small_options
         from tandem.hf.checkpoint import open_model
@@ -113,7 +113,7 @@ class Planner:
         return model_sizes(checkpoint, small_options(checkpoint))
 
     def with_speed(self, plan: "Plan", **own: str) -> "Plan":
-        """Return the plan with its speed, measured or simulated; reads from the disk count."""
+        """Return the plan with its speed, measured or simulated, and its speed from the disk."""
         speed = _speed(plan.sizes, self._config(**own), plan.expert_slots, self._asked)
         plan = dataclasses.replace(plan, speed=speed)
         slots, from_disk = _over_disk(plan, self._packed_files, self._offload)
@@ -132,11 +132,11 @@ class Planner:
 def _over_disk(
     plan: "Plan", files: Sequence[Path], offload: OffloadOptions
 ) -> "tuple[SlotsOverDisk | None, DiskForecast | None]":
-    """Return which experts memory holds if the others stay on the disk, and the speed of that.
+    """Return the host slots of a model that runs from the disk, and its speed.
 
-    The experts on the disk are those that do not fit, or exceed `expert_memory`; None if there are
-    none. The speed is on the CPU, if that was measured. Raises `TandemError` if a load would
-    refuse.
+    Experts stay on the disk if they do not fit into memory, or exceed `expert_memory`. Both results
+    are None if no expert stays there. The speed is that of the CPU; None if it was not measured.
+    Raises `TandemError` where loading would.
     """
     given, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
     if given is not None and is_plain:
@@ -173,7 +173,7 @@ def _over_disk(
 def _sizes_with(
     source: ModelChoice, shape: str | None
 ) -> "tuple[Callable[[OffloadConfig], ModelSizes], list[Path]]":
-    """Return a function for a model's sizes under some options, and its files if packed."""
+    """Return a function from options to a model's sizes, and the model's files if it is packed."""
     from tandem.forecast.completeness import require_complete
     from tandem.forecast.sizes import model_sizes
     from tandem.hf.checkpoint import open_model

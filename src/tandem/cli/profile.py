@@ -1,4 +1,4 @@
-"""`tandem profile`: measures once what a model's operations cost on this machine, and keeps it."""
+"""`tandem profile`: measures the costs of a model's operations on this machine, and stores them."""
 
 import argparse
 import dataclasses
@@ -117,7 +117,7 @@ def _disk_line(disk: "DiskCosts") -> str:
 
 
 def charts(profile: "HardwareProfile") -> list[Chart]:
-    """Return the curves: microseconds of one expert, and per token, by token count."""
+    """Return two charts by token count: the microseconds of one expert, in all and per token."""
     shape = profile.shapes[0]
     counts = [str(count) for count in shape.tokens]
     copied = [shape.link_seconds_per_expert * 1e6] * len(counts)

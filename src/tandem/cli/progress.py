@@ -1,4 +1,4 @@
-"""Progress bars where standard error is not a terminal: a few plain lines.
+"""Progress on standard error: bars on a terminal, a few plain lines elsewhere.
 
 The bars of Transformers, the hub and Tandem are tqdm's, which redraws a line after a carriage
 return. In a file or a pipe that would be one endless line.
@@ -25,7 +25,7 @@ class PlainProgress:
         """Write to `stream`."""
         self._stream, self._clock = stream, clock
         self._line = ""
-        """The bar on the screen; empty if none is shown."""
+        """The latest text of the bar; empty without a bar."""
         self._next_seconds = 0.0
         self._is_shown = False
 

@@ -1,4 +1,4 @@
-"""Reads prompts from a file: a text with one per line, or JSON."""
+"""Reads prompts from a file: text with one prompt per line, JSON, or JSON lines."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ _EXPECTED = 'one prompt per line, or JSON: a list of texts, or {"prompts": [...]
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """Return the prompts of a file; `FileFormatError` says what was found and what was expected."""
+    """Return the prompts of a file; raises `FileFormatError` if it is missing, invalid or empty."""
     source = Path(path)
     if not source.is_file():
         raise FileFormatError(f"{source}: found no such file; expected {_EXPECTED}")

@@ -1,7 +1,7 @@
 """`tandem quality`: compares a model's answers with a reference's, on text of several domains.
 
-The reference runs first and writes its logits to a file; then the model runs. Both are never in
-memory.
+The reference runs first and writes its logits to a file, then the model runs: memory never holds
+both.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 class _Run:
-    """One measurement: the requested models, each loaded when its turn comes."""
+    """One measurement, which loads the reference and the model one after the other."""
 
     def __init__(
         self, options: QualityOptions, choice: ModelChoice, offload: OffloadOptions
@@ -123,7 +123,7 @@ class _Run:
         self._bar = None if options.quiet else progress_bar()
 
     def windows(self, files: list[str] | tuple[()]) -> "list[Window]":
-        """Return the text by the model's tokenizer, and by the reference's."""
+        """Return the tokenized texts; raises `ConfigError` if the reference's tokens differ."""
         from tandem.quality.texts import cut_windows, held_out_texts, read_texts, words_digest
 
         texts = read_texts(files) if files else held_out_texts()
@@ -138,7 +138,7 @@ class _Run:
         return cut[0]
 
     def open_kept(self, path: Path) -> "KeptLogits":
-        """Return stored logits of the same tokens."""
+        """Return stored logits; raises `ConfigError` if their tokens differ from the model's."""
         from tandem.quality.kept_logits import KeptLogits
         from tandem.quality.texts import words_digest
 
@@ -226,7 +226,7 @@ def _writing(
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """Make a temporary directory on the disk: logits of two bytes each may be gigabytes."""
+    """Make a temporary directory in Tandem's cache directory, as logits may take gigabytes."""
     cache_dir().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="quality-") as name:
         yield Path(name)

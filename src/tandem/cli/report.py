@@ -1,4 +1,4 @@
-"""A summary of a run: one line of text, and one JSON object for scripts."""
+"""A summary of a run: a few lines of text, and one JSON object for scripts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _CUT = {
 
 
 class RunReport:
-    """Collects events of a model's executor from its creation to `close`."""
+    """Collects the events of a model's executor until `close`, and reports them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Start counting the events of a model that Tandem loaded."""
@@ -51,7 +51,7 @@ class RunReport:
         self._saved_before = 0
 
     def count_drafts(self, speculation: "Speculation | None") -> None:
-        """Count from now on what drafts save."""
+        """Start counting the bytes of expert weights that drafts save."""
         self._speculation = speculation
         if speculation is not None:
             speculation.experts = self._experts
@@ -68,7 +68,7 @@ class RunReport:
             self._expert_cache.clock.watchers -= 1
 
     def line(self, answer: "Answer") -> str:
-        """Return the statistics as one line of text."""
+        """Return the statistics as text, a line for each subject."""
         self._executor.catch_up()
         parts = [
             f"first token {answer.time_to_first_token_seconds:.2f} s",
@@ -94,18 +94,18 @@ class RunReport:
         return "\n".join(lines)
 
     def _read_parts(self) -> list[str]:
-        """Return how much of the experts was read, as text; empty for a dense model."""
+        """Return the bytes that were read of experts, as text; empty for a dense model."""
         has_experts = len(self._executor.store) > 0
         return [f"experts read {format_bytes(self._experts.touched_bytes)}"] * has_experts
 
     def _end(self, answer: "Answer") -> str:
-        """Return why an answer ended: `FinishReason`, or "context" if that is full."""
+        """Return why an answer ended: a `FinishReason`, or "context" if the context is full."""
         longest = self._context_tokens
         is_full = longest is not None and _used_tokens(answer) >= longest
         return "context" if answer.finish_reason == "length" and is_full else answer.finish_reason
 
     def _cache_parts(self) -> list[str]:
-        """Return what the expert cache did, as text."""
+        """Return texts about the expert cache."""
         cache, busy = self._cache, self._busy()
         useful = f", {cache.prefetch_useful} useful" if cache.prefetch_issued else ""
         return [
@@ -134,7 +134,7 @@ class RunReport:
 
     @property
     def _saved_bytes(self) -> int:
-        """Bytes of expert weights that drafted tokens saved by sharing; may be negative."""
+        """Bytes of expert weights that drafts saved, as tokens share experts; may be negative."""
         if self._speculation is None:
             return 0
         return self._speculation.counts.saved_bytes - self._saved_before
@@ -147,7 +147,7 @@ class RunReport:
         return self._expert_cache.num_slots if self._expert_cache else 0
 
     def _seconds(self) -> tuple[float, float, float, float]:
-        """Return the clock, and the busy seconds of CPU, device and link."""
+        """Return the time of the planner's clock, and the busy seconds of CPU, device and link."""
         if self._expert_cache is None:
             return (0.0, 0.0, 0.0, 0.0)
         clock = self._expert_cache.clock
@@ -224,12 +224,12 @@ class RunReport:
 
 
 def _used_tokens(answer: "Answer") -> int:
-    """Return how much of the context a conversation takes after an answer."""
+    """Return the number of tokens of the context that a conversation fills after an answer."""
     return answer.prompt_tokens + len(answer.token_ids)
 
 
 def _prompt_parts(answer: "Answer") -> str:
-    """Return the number of prompt tokens and the rate, which excludes tokens of earlier turns."""
+    """Return the numbers of new and kept prompt tokens; the prefill rate counts new tokens only."""
     new, kept = answer.prompt_tokens - answer.reused_tokens, answer.reused_tokens
     return f"{new} new, {kept} kept" if kept else f"{new} tokens"
 

@@ -32,7 +32,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _one_prompt(given: str | None) -> str | None:
-    """Return the text of a pipe followed by that of -p; None on a terminal, which means chat."""
+    """Return piped text followed by the text of -p; None without either, which means a chat."""
     if given is None:
         prompt = read_input()
         if prompt is None:

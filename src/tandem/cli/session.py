@@ -83,7 +83,7 @@ class SessionOptions:
     )
 
     def __post_init__(self) -> None:
-        """Check that the system message is text, and that one thing drafts."""
+        """Check that the system message is valid text, and that no two options conflict."""
         require_text(self.system or "", "--system")
         require_one_drafter(self.speculate, self.draft)
         if self.live and self.quiet:
@@ -132,7 +132,7 @@ class Session:
         return list(self._messages)
 
     def go_on_from(self, messages: "list[Message]") -> None:
-        """Replace the conversation by another one."""
+        """Replace the conversation and its system message by `messages`."""
         first = [str(each["content"]) for each in messages[:1] if each["role"] == "system"]
         self.options = replace(self.options, system=first[0] if first else None)
         self._messages = list(messages)
@@ -209,7 +209,7 @@ class Session:
         return answer
 
     def _ready_generator(self) -> "Generator":
-        """Return the generator of this conversation, which keeps its keys and values."""
+        """Return the conversation's generator, made on first use; it keeps the KV cache."""
         from tandem.generate.generator import Generator
 
         if self._generator is None:
@@ -248,10 +248,10 @@ class Session:
     def _fit(
         self, messages: "list[Message]"
     ) -> "tuple[list[Message], tuple[int, ...] | ImagePrompt]":
-        """Return the messages that fit into the context, with their token ids.
+        """Return the messages that fit into the context, and their prompt.
 
-        Raises `ConfigError` for a conversation that is too long and is not to be trimmed; a single
-        message that is too long is left to the generator.
+        Raises `ConfigError` if the conversation is too long and the user chose not to trim it. A
+        single message that is too long is returned; the generator then raises an error.
         """
         from tandem.generate.next_token_models import context_tokens
 
@@ -305,7 +305,7 @@ class Session:
             print(f"[the answer will be the same: {why}]", file=sys.stderr)
 
     def _say_why_slower(self) -> None:
-        """Say once in a session that steps run the model's own code, and why."""
+        """Print once in a session why steps are slower than possible, if they are."""
         why = self._generator.why_slower if self._generator is not None else None
         if why is not None and not self._has_said_why_slower:
             self._has_said_why_slower = True

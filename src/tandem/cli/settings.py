@@ -15,7 +15,7 @@ _SYSTEM = "system"
 
 
 class ChatSettings:
-    """The options of a session that can change during it, by name."""
+    """The options that can change during a session, by name."""
 
     def __init__(self, session: Session) -> None:
         """Remember the initial values, which `default` restores."""
@@ -30,8 +30,9 @@ class ChatSettings:
         }
 
     def set(self, words: str) -> str:
-        """Execute the words after `/set`; return the text to print. `ConfigError` says what is
-        wrong.
+        """Execute the words after `/set`, and return the text to print.
+
+        Raises `ConfigError` for an unknown name or a wrong value.
         """
         name, _, text = words.strip().partition(" ")
         if not name:

@@ -281,7 +281,7 @@ def _print_details(result: "Report") -> None:
 
 
 def _merge(results: dict[str, "Report"]) -> "Report":
-    """Return the only result, or means over the traces with the results beside them."""
+    """Return the only result, or one report with means, sums and the results of all traces."""
     if len(results) == 1:
         return next(iter(results.values()))
     merged = _mean(list(results.values()))
@@ -292,7 +292,7 @@ def _merge(results: dict[str, "Report"]) -> "Report":
 
 
 def _mean(values: list[Any]) -> Any:
-    """Return the mean of numbers, in objects by key; None if there are none."""
+    """Return the mean of numbers, by key for objects; None without numbers or for unequal texts."""
     if all(isinstance(value, dict) for value in values):
         return {key: _mean([value[key] for value in values]) for key in values[0]}
     if all(isinstance(value, str) for value in values):

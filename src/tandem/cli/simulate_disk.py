@@ -1,6 +1,6 @@
-"""`tandem simulate --disk`: some experts are in slots in memory, the others on a disk.
+"""`tandem simulate --disk`: host slots hold some of the experts; the others are on a disk.
 
-With --gpu-experts a GPU has some, too.
+With --gpu-experts, a GPU holds some of the experts, too.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ _USUAL_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskOptions:
-    """Where the other experts are, and how many have slots."""
+    """Options of `tandem simulate` about experts on a disk and host slots."""
 
     disk: str | None = option(
         None, metavar="RATE|profile",
@@ -37,7 +37,7 @@ class DiskOptions:
     )
 
     def __post_init__(self) -> None:
-        """Raise for options without effect, or given twice."""
+        """Raise `ConfigError` for options without effect, out of range, or in conflict."""
         named = {"--host-experts": self.host_experts, "--expert-memory": self.expert_memory}
         given = [name for name, value in named.items() if value is not None]
         if given and self.disk is None:
@@ -61,7 +61,7 @@ class DiskOptions:
         return profile.disk.most_bytes_per_second
 
     def share(self, costs: "ShapeCosts") -> float:
-        """Return the share of the experts that have slots, by the rule that loading uses."""
+        """Return the share of the experts that have host slots, by the rule that loading uses."""
         if self.expert_memory is None:
             return _USUAL_SHARE if self.host_experts is None else self.host_experts
         from tandem.experts.cache.host_slots import share_of
@@ -103,7 +103,7 @@ def simulate_disk(
 def with_disk(
     conditions: "Conditions", costs: "ShapeCosts", eviction: str, options: DiskOptions
 ) -> "Conditions":
-    """Return conditions in which memory between the GPU and a disk has a share of the experts."""
+    """Return conditions in which host memory holds a share of the experts, and a disk holds all."""
     from tandem.experts.cache.policy_tables import host_slot_eviction
     from tandem.policy.cost import DiskCosts, whole_pages
     from tandem.sim.disk import HostShare

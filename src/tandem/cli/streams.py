@@ -1,5 +1,4 @@
-"""Repairs the standard streams: closed ones are opened on /dev/null, and invalid bytes raise no
-error.
+"""Repairs the standard streams: opens closed streams on /dev/null, and escapes invalid bytes.
 
 Also formats the warnings that libraries write to standard error.
 """
@@ -39,7 +38,7 @@ def _reconfigure(stream: TextIO, errors: str) -> None:
 
 
 def require_text(text: str, what: str) -> str:
-    """Return a text that came from outside; raises `ConfigError` if its bytes were not valid."""
+    """Return a text from outside unchanged; raises `ConfigError` if its bytes were not valid."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

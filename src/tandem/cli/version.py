@@ -1,5 +1,6 @@
-"""`tandem --version`: Tandem's version; with -v also those of its dependencies. Imports no
-torch.
+"""`tandem --version`: prints Tandem's version; with -v also its dependencies' versions.
+
+This module imports no torch.
 """
 
 import argparse
@@ -9,7 +10,7 @@ from importlib.metadata import version
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Print; returns the exit code."""
+    """Print the versions; returns the exit code."""
     print("\n".join(version_lines(is_verbose=flags.verbose)))
     return 0
 

@@ -1,1 +1,1 @@
-"""What all floors share: errors, units, registry, config."""
+"""The modules that all other packages share: errors, units, registry, config."""

@@ -32,8 +32,8 @@ def option(
 ) -> Any:
     """Declare a dataclass field with its help text; `choices` also limits the flag's values.
 
-    Choices are names in lower case, and a flag's value is taken in any. `former` has choices by the
-    names that they had before. `short` is another name of the flag, such as "-q".
+    Choices must be in lower case; a flag's value may be in any case. `former` maps former names of
+    choices to the present ones. `short` is another name of the flag, such as "-q".
     """
     assert all(choice == choice.lower() for choice in choices or ())
     metadata = {
@@ -50,7 +50,7 @@ def helps(config: type[Any]) -> dict[str, str]:
 
 
 def field_type(annotation: object) -> type:
-    """Return the type that a flag's text is converted to: X for `X | None`."""
+    """Return the type to which a flag's text is converted: for `X | None` it is X."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         annotation = next(t for t in typing.get_args(annotation) if t is not type(None))
     assert isinstance(annotation, type), f"{annotation!r} cannot be a flag"
@@ -62,8 +62,8 @@ def add_flags(
 ) -> None:
     """Add one flag per option of a config class to a parser; absent flags leave the default.
 
-    Options in `known` have their flag already, from another class. Those in the class's `rare`,
-    if it has one, are shown by `--help-all` alone.
+    Options in `known` are skipped: another class has already added their flags. Options in the
+    class's `rare`, if it has that attribute, are shown by `--help-all` alone.
     """
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
@@ -106,7 +106,7 @@ def from_flags(config: type[T], flags: argparse.Namespace) -> T:
 
 
 def from_mapping(config: type[T], values: Mapping[str, object], *, where: str) -> T:
-    """Build a config from a mapping (a JSON file); an unknown key is an error with near names."""
+    """Build a config from a mapping (a JSON file); the error for an unknown key has near names."""
     known = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -115,7 +115,7 @@ def from_mapping(config: type[T], values: Mapping[str, object], *, where: str) -
 
 
 def require_types(config: type[Any], values: Mapping[str, object], *, where: str) -> None:
-    """Raise `ConfigError` for a value of a file that has another type than its field."""
+    """Raise `ConfigError` for a value from a file whose type is not its field's type."""
     hints = typing.get_type_hints(config)
     for key, value in values.items():
         if key in hints and not _fits(value, hints[key]):
@@ -125,7 +125,7 @@ def require_types(config: type[Any], values: Mapping[str, object], *, where: str
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Tell whether a value of a JSON file has a type, such as `list[str] | None`."""
+    """Tell whether a value from a JSON file has the type `hint`, such as `list[str] | None`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return any(_fits(value, one) for one in inner)

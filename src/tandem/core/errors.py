@@ -10,7 +10,7 @@ _NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "failed to map 
 
 
 class TandemError(Exception):
-    """Anything that a user, a file or the machine can get wrong; the command exits with code 2."""
+    """Any error due to a user, a file or the machine; the command exits with code 2."""
 
 
 class ConfigError(TandemError, ValueError):
@@ -26,7 +26,7 @@ class UnsupportedModelError(ModelError):
 
 
 class FileFormatError(TandemError, ValueError):
-    """A trace, profile or packed file whose content is not what its format promises."""
+    """A trace, profile or packed file whose content violates its format."""
 
 
 class CapacityError(TandemError, MemoryError):
@@ -34,11 +34,11 @@ class CapacityError(TandemError, MemoryError):
 
 
 class HostCapacityError(CapacityError):
-    """A model whose experts do not fit into the host memory; packed it can run from the disk."""
+    """A model whose experts do not fit into host memory; once packed, it can run from the disk."""
 
 
 class ExecutionError(TandemError, RuntimeError):
-    """A step that failed in the middle; the request is lost, the model can be used again."""
+    """A step that failed before its end; the request is lost, but the model can be used again."""
 
 
 class BuildError(TandemError, RuntimeError):
@@ -53,8 +53,9 @@ def first_line(error: Exception) -> str:
 
 
 def exhaustion(error: BaseException) -> CapacityError | None:
-    """Return the `CapacityError` for an error caused by too few threads or too little memory; else
-    None.
+    """Return a `CapacityError` if too few threads or too little memory caused the error.
+
+    Returns None for other errors.
     """
     words = str(error)
     if isinstance(error, OSError) and error.errno != errno.ENOMEM:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def nearest_names(name: str, known: list[str]) -> str:
-    """Return "did you mean X?" for a mistyped name in any case, else the known names."""
+    """Return "did you mean X?" for a mistyped name, whatever its case; else the known names."""
     by_lower = {each.lower(): each for each in known}
     close = [by_lower[lower] for lower in get_close_matches(name.lower(), by_lower, n=2)]
     if close:
@@ -23,7 +23,7 @@ class Registry(Generic[T]):
     """Factories by name, in the order in which they were registered."""
 
     def __init__(self, kind: str) -> None:
-        """Name the kind of thing that is registered; it appears in error messages."""
+        """Start without factories; `kind` is the noun for them in error messages."""
         self.kind = kind
         self._factories: MutableMapping[str, Callable[..., T]] = {}
         self.former: MutableMapping[str, str] = {}
@@ -32,7 +32,7 @@ class Registry(Generic[T]):
     def register(
         self, name: str, *, formerly: str | None = None
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Register a class or function under a name, once; `formerly` is taken for it too."""
+        """Register a class or function under a new name; `formerly` is accepted for it too."""
 
         def add(factory: Callable[..., T]) -> Callable[..., T]:
             assert name not in self._factories, f"{self.kind} {name!r} is registered twice"
@@ -44,14 +44,14 @@ class Registry(Generic[T]):
         return add
 
     def extended(self, more: Mapping[str, Callable[..., T]]) -> "Registry[T]":
-        """Return a registry that adds names to all names of this one, present and future."""
+        """Return a registry with `more` names besides this registry's present and future names."""
         longer: Registry[T] = Registry(self.kind)
         longer._factories = ChainMap(dict(more), self._factories)
         longer.former = self.former
         return longer
 
     def today(self, name: str) -> str:
-        """Return the present name of one that was renamed; other names are returned unchanged."""
+        """Return the present name for a former name; other names are returned unchanged."""
         return self.former.get(name, name)
 
     def factory(self, name: str) -> Callable[..., T]:

@@ -1,4 +1,4 @@
-"""Quantities as people write them: "8GiB", "300MB", "4GB/s", and back."""
+"""Conversion between numbers and quantities as people write them: "8GiB", "300MB", "4GB/s"."""
 
 import re
 

@@ -1,9 +1,9 @@
-"""Sequence slots on the CPU: tokens of any slots go through the model as one sequence.
+"""Sequence slots on the CPU: one forward computes tokens of several slots as one sequence.
 
-A step of n tokens is recorded once for each n (`tandem.recording.replay`); which slots they
-are is an input of the recorded graph. For models whose attention goes through Transformers'
-attention functions, and whose layers keep keys and values or states that Tandem's own operations
-advance (`tandem.decode.substitutions.recurrences`): `why_no_cpu_slots` tries it.
+A step of n tokens is recorded once for each n (`tandem.recording.replay`); the tokens' slots are an
+input of the recorded graph. Supported models call Transformers' attention functions, and their
+layers keep keys and values, or states that Tandem's own operations advance
+(`tandem.decode.substitutions.recurrences`). `why_no_cpu_slots` tests a model for this.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 class _Step(NamedTuple):
-    """A decode step of `n` tokens, with its inputs (n,) and (n, 1)."""
+    """A decode step of `n` tokens, with its inputs: `ids` (n, 1); slots and positions (n,)."""
 
     slots: Tensor
     """Each token's slot; a slot may have several consecutive tokens."""
@@ -68,11 +68,11 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         notes_hidden: bool = False,
         inputs: Callable[[int], list[Tensor]] = lambda _: [],
     ) -> None:
-        """Make `num_slots` slots with room for `capacity` tokens each; they grow.
+        """Make `num_slots` slots with room for `capacity` tokens each; slots grow as needed.
 
         Without `has_replay` the model's own code runs every step. `kv_dtype` is as in `KvCache`.
-        With `notes_hidden`, `hidden` and `on_hidden` report the output head's input. `inputs`
-        returns additional tensors that a decode step of some number of tokens reads.
+        With `notes_hidden`, `hidden` and `on_hidden` report the output head's input. `inputs(n)`
+        returns additional tensors that a decode step of n tokens reads.
         """
         cache = KvCache(threads, num_slots, max(1, capacity), kv_dtype=kv_dtype)
         super().__init__(ModelRunner(model, cache, threads, notes_hidden=notes_hidden), cache)
@@ -88,16 +88,15 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @property
     def step(self) -> ReplayedStep:
-        """The last decode step, or that of all slots."""
+        """The latest decode step; before the first decode step, the step of all slots."""
         return (self._last or self._step_of(self.num_slots)).replayed
 
     @torch.inference_mode()
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append tokens to some slots; return the logits after each slot's last: (slots,
-        vocabulary).
+        """Append tokens to some slots; return the logits after each slot's last token.
 
-        With packed layers the result depends on the slot's tokens alone, not on how calls split
-        them.
+        The logits are (slots, vocabulary). With packed layers they depend on the slot's tokens
+        alone, not on how the tokens are split into calls.
         """
         found: dict[int, Tensor] = {}
         for chunk in self._chunks(prompts):
@@ -114,10 +113,9 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @property
     def why_no_drafts(self) -> str | None:
-        """Why `verify` takes one token per slot, as a sentence; None: it takes several and can undo
-        them.
+        """Why `verify` must get only one token per slot, as one sentence.
 
-        One sentence.
+        None if `verify` accepts several tokens per slot, which `keep` can remove again.
         """
         executor = self._model.executor
         if executor is not None and not executor.takes_drafts:
@@ -127,7 +125,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return "linear layers are not packed (--dense-dtype), so that an answer might change"
 
     def _steps_are_native(self) -> bool:
-        """Whether recorded steps are batch-invariant, as far as they exist."""
+        """Whether some steps are settled, and all of these are batch-invariant recorded graphs."""
         settled = [s.replayed for s in self._steps.values() if s.replayed.has_settled]
         graphs = [replayed.recording for replayed in settled]
         return bool(graphs) and all(
@@ -138,7 +136,8 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append tokens to slots in one decode step; return the logits after each token.
 
-        They are (n_tokens, vocabulary), slot by slot; the step is recorded for each n.
+        The logits are (n_tokens, vocabulary), slot by slot. The step is recorded once for each
+        number of tokens.
         """
         self._follow_executor()
         slots = [slot for slot, new in tokens.items() for _ in new]
@@ -174,10 +173,10 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return logits
 
     def may_join_prefill(self) -> bool:
-        """Tell whether `prefill` gives a decoded token the logits of a decode step, to the bit.
+        """Tell whether `prefill` computes exactly a decode step's logits for a decoded token.
 
-        This does not hold where windows keep the prompt, as a decoded token would become part of
-        it, nor where latents are expanded in prompts only, for which a trial finds other bits.
+        False where windows keep the prompt, because a decoded token would become part of it. Also
+        False where only prompts expand latents: a trial finds that the logits differ.
         """
         if self.cache.prompt_windows:
             self._joins = False
@@ -185,7 +184,10 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return bool(self._joins)
 
     def _try_joining(self, tokens: Mapping[int, Sequence[int]]) -> Tensor | None:
-        """Return `prefill`'s results for a step's tokens, which are then taken back."""
+        """Return `prefill`'s logits for a step's tokens, and remove these tokens from the slots.
+
+        None if the step is not settled (`ReplayedStep.has_settled`), or a slot has several tokens.
+        """
         step = self._step_of(sum(map(len, tokens.values()))).replayed
         if not step.has_settled or any(len(new) > 1 for new in tokens.values()):
             return None
@@ -207,9 +209,9 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
     def record_ahead(self, *, has_passed: bool) -> bool:
         """Record the step of one slot before the first prompt; return whether it is replayed.
 
-        With `has_passed` an earlier process has already found its recording equal. The slots are
-        empty before and after. Executors that plan do not see the step, because they learn from
-        steps.
+        `has_passed` says that in an earlier process the recorded step has matched the model's own
+        code. The slots must be empty, and are empty afterwards. Executors that plan do not see
+        the step, because they learn from steps.
         """
         executor = self._model.executor
         if executor is not None and executor.needs_steps:
@@ -263,7 +265,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @contextmanager
     def on_trial(self, slots: Sequence[int]) -> Iterator[None]:
-        """Take back the few tokens that slots get inside this context."""
+        """Undo what is appended to slots inside this context, which must be few tokens."""
         lengths = {slot: self.cache.lengths[slot] for slot in slots}
         with torch.inference_mode():
             put_back = self.cache.states.save(slots)
@@ -321,7 +323,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
 
 def why_no_cpu_slots(model: PreTrainedModel, threads: CpuThreads) -> str | None:
-    """Run a few tokens both ways; return why `CpuSlotPool` cannot serve a model, or None."""
+    """Run a few tokens as a trial; return why `CpuSlotPool` cannot serve a model, or None."""
     if model.device.type != "cpu" or model.dtype not in VALUE_DTYPES:
         return f"the model is {model.dtype} on {model.device.type}"
     return why_other_logits(

@@ -1,6 +1,6 @@
-"""Finds NaN and infinity in logits at every step, and the layer that they came from.
+"""Checks the logits of every step for NaN and infinity, and finds the layer that computed them.
 
-It costs one pass over the logits per step. Layers are searched only after a find.
+The check costs one pass over the logits per step. Layers are searched only if it fails.
 """
 
 import math
@@ -21,9 +21,9 @@ def require_finite_logits(
 ) -> None:
     """Raise `ExecutionError` if `logits` (n_tokens, vocabulary) hold NaN or plus infinity.
 
-    The error names the first layer that computed one. `tokens_of(i)` returns the tokens of the
-    sequence that row i of the logits belongs to. Minus infinity is allowed: models forbid tokens
-    with it.
+    The error names the first module that computed such a value. `tokens_of(i)` returns the tokens
+    of the sequence that row i of the logits belongs to. Minus infinity is allowed: models forbid
+    tokens with it.
     """
     highest = _waited_for(logits.amax(-1))  # NaN for a row that has one
     if all(map(math.isfinite, highest)):
@@ -39,7 +39,7 @@ def require_finite_logits(
 
 
 def _waited_for(values: Tensor) -> list[float]:
-    """Return a step's last values; on a GPU an event marks the wait as intended."""
+    """Return values on the host; on a GPU, wait by an event, which marks the wait as intended."""
     host = values
     if values.device.type == "cuda":
         host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)

@@ -2,7 +2,7 @@
 
 A processor writes a placeholder token for each feature of an image. A slot stores a negative number
 instead, made from the image's content, so that prompts with different images share no prefix. The
-model's own code merges the features into the embeddings; this module supplies what it asks for.
+model's own code merges the features into the embeddings; this module supplies the features.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +31,13 @@ class ImagePrompt:
     """The processor's other outputs, by the model's argument names."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors in the form that the model takes."""
+        """Return the inputs as tensors, in the form that the model accepts."""
         return {name: torch.from_numpy(value) for name, value in self.inputs.items()}
 
 
 @dataclass(slots=True)
 class _Shown:
-    """One slot's images, and the features that the model has computed of them."""
+    """One slot's images, and the features that the model has computed from them."""
 
     prompt: ImagePrompt
     positions: Tensor
@@ -66,18 +66,18 @@ class SlotImages:
         self._shown: dict[int, _Shown] = {}
 
     def show(self, slot: int, prompt: ImagePrompt | None) -> None:
-        """Set the images of a slot's next tokens, in place of the former ones."""
+        """Set the images of a slot's next prompt; they replace the slot's former images."""
         self._prompts.pop(slot, None)
         self._shown.pop(slot, None)
         if prompt is not None:
             self._prompts[slot] = prompt
 
     def ids(self, keys: Sequence[int]) -> list[int]:
-        """Return the model's token ids for slots' keys."""
+        """Return the model's token ids for the keys of a prompt, as in `ImagePrompt`."""
         return [key if key >= 0 else int(self._model.config.image_token_id) for key in keys]
 
     def deltas(self, slots: Sequence[int]) -> list[int] | None:
-        """Return how much each slot's next position exceeds its length; None: not at all."""
+        """Return each slot's next rotary position minus its length; None: no slot has images."""
         if not self._shown:
             return None
         return [self._shown[slot].delta if slot in self._shown else 0 for slot in slots]
@@ -87,8 +87,8 @@ class SlotImages:
     ) -> tuple[Tensor, Tensor, ImageFeatures | None]:
         """Return ids (n_tokens,), positions (1, n) or (kinds, 1, n), and features, for a forward.
 
-        `keys` and `positions` (n_tokens,) are those of the segments' tokens. Without image tokens
-        there are no features.
+        `keys` and `positions` (n_tokens,) belong to the segments' tokens. The features are None if
+        the segments contain no image tokens.
         """
         if not any(segment.slot in self._prompts for segment in segments):
             return keys, positions[None], None
@@ -125,7 +125,7 @@ class SlotImages:
     def _features_of(self, segment: Segment, shown: _Shown) -> ImageFeatures | None:
         """Return the features of a segment's image tokens; None if it has none.
 
-        The tower runs once per prompt, and not for images that a slot has read before.
+        The tower runs at most once per prompt, and only when a segment has image tokens.
         """
         first, end = segment.first_position, segment.first_position + segment.num_tokens
         before, count = (
@@ -170,10 +170,11 @@ def why_no_slot_images(model: PreTrainedModel) -> str | None:
 def _changed(
     features: Sequence[ImageFeatures], change: Callable[[list[Tensor]], Tensor]
 ) -> ImageFeatures:
-    """Replace what the merging code reads: the features, and those of the tower's depths, if any.
+    """Return new features, made by `change` from each kind of features that merging reads.
 
-    Each of them is one tensor (image tokens, hidden size) or one per image, depending on model and
-    version of Transformers.
+    The kinds are the tower's output and, in some models, the output of several of its depths. Each
+    is one tensor (image tokens, hidden size) or one tensor per image, depending on the model and
+    the version of Transformers.
     """
 
     def changed(parts: Sequence[Tensor | Sequence[Tensor]]) -> Tensor | tuple[Tensor]:

@@ -1,4 +1,4 @@
-"""A model on a KV cache of Tandem's: its forward, and its executor."""
+"""Runs a model's forward on one of Tandem's KV caches, and finds the model's executor."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ from tandem.kv_cache.stand_ins import transformers_cache
 
 
 class ModelRunner:
-    """A model with the KV cache that it reads and writes while it is called through this object."""
+    """A model, and the KV cache that forwards through this object read and write."""
 
     def __init__(
         self,
@@ -40,15 +40,15 @@ class ModelRunner:
         *,
         notes_hidden: bool = False,
     ) -> None:
-        """Take a model and its cache; raises `NotInSlotsError` for a model that keeps more than
-        keys and values.
+        """Take a model and its KV cache.
 
-        With `threads`, prompts are native. `notes_hidden` is as for `hidden`.
+        With `threads`, prompts run Tandem's native operations. With `notes_hidden`, forwards set
+        `hidden`. Raises `NotInSlotsError` for a model that keeps what the KV cache cannot hold.
         """
         self.hidden: Tensor | None = None
         """The output head's input in the latest forward, (b, n_tokens, width), if it is recorded.
 
-        With several residual streams it contains all of them, before they are mixed.
+        In a model with several residual streams, it holds all streams before they are mixed.
         """
         self._notes_hidden = notes_hidden
         self._noted: nn.Module | None = None
@@ -64,7 +64,7 @@ class ModelRunner:
 
     @property
     def executor(self) -> Executor | None:
-        """The object that computes the experts now; None for a model that Tandem did not load."""
+        """The object that currently computes the experts; None if Tandem did not load the model."""
         return executor_of(self.model)
 
     def why_not_replayed(
@@ -90,10 +90,10 @@ class ModelRunner:
     ) -> Tensor:
         """Return the logits (b, n_tokens, vocabulary) of ids (b, n_tokens) at their positions.
 
-        Positions are (b, n_tokens), or (kinds, b, n_tokens) where images have several. With `keep`,
-        only the logits of those tokens, if the model supports that. `features` are those of the
-        image tokens among the ids, as in `SlotImages`. Calls that are not prompts run the model's
-        own code, to be recorded.
+        Positions are (b, n_tokens), or (kinds, b, n_tokens) for images with several kinds of
+        positions. `keep` selects the tokens whose logits are returned, if `keeps_logits`.
+        `features` belong to the image tokens among the ids, as in `SlotImages`. Without
+        `is_prompt`, the model's own code runs, so that it can be recorded.
         """
         is_kept = keep is not None and self.keeps_logits
         native = self._operations if is_prompt else None
@@ -123,8 +123,9 @@ class ModelRunner:
         return logits
 
     def room_for_hidden(self, num_tokens: int) -> Tensor | None:
-        """Return memory for `hidden` of `num_tokens` tokens, (n_tokens, width); None if it is not
-        kept.
+        """Return memory for `hidden` of `num_tokens` tokens, (n_tokens, width).
+
+        None without `notes_hidden`.
         """
         if not self._notes_hidden:
             return None
@@ -134,7 +135,7 @@ class ModelRunner:
             return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
 
     def _note_hidden(self, decoder: nn.Module) -> None:
-        """Make a shallow copy of the model, without its head, report its output."""
+        """Add a hook to a shallow copy of the model without its head, which sets `hidden`."""
         if decoder is self._noted:
             return
 
@@ -152,7 +153,7 @@ class ModelRunner:
 
 
 def _before_head(model: PreTrainedModel) -> nn.Module:
-    """Return the module with the last hidden state; Llama 4's `get_decoder` has a head too."""
+    """Return the module that computes the last hidden state; Llama 4's `get_decoder` has a head."""
     decoder: ModelPart = model.get_decoder()
     return decoder.model if hasattr(decoder, "lm_head") else decoder
 
@@ -160,7 +161,8 @@ def _before_head(model: PreTrainedModel) -> nn.Module:
 def _looks_for_embeddings(model: nn.Module) -> bool:
     """Whether a model's code moves ids to the embeddings' device (Llama 4).
 
-    If that is the host, a captured step cannot run it and gets the embeddings' rows instead.
+    If the embeddings are on the host, a captured step cannot run that code. The model is therefore
+    given the embeddings' rows instead of ids.
     """
     forwards = {
         inspect.unwrap(vars(kind)["forward"])
@@ -180,8 +182,9 @@ def executor_of(model: PreTrainedModel) -> Executor | None:
 def tolerance_of(model: PreTrainedModel, tolerances: Mapping[torch.dtype, float]) -> float | None:
     """Return how far another implementation of a step may deviate, relative to its logits' size.
 
-    `tolerances` are by dtype; None: this dtype has none. Packed layers round their inputs, as bf16
-    does.
+    `tolerances` maps dtypes to deviations; the result is None if the model's dtype is missing.
+    Packed layers round their inputs as bf16 does, so models with packed layers get at least bf16's
+    deviation.
     """
     tolerance = tolerances.get(model.dtype)
     if tolerance is None or not _has_packed_weights(model):

@@ -20,9 +20,10 @@ class MovingSlots:
 
     @torch.inference_mode()
     def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
-        """Return a copy of everything that a slot keeps of some tokens, which fill whole blocks.
+        """Return a copy of everything that a slot keeps of some tokens.
 
-        None if a window has dropped them, or something before them that their prompt needs.
+        The tokens must fill whole blocks. None if a window has dropped some of the tokens, or if
+        their keys and values are not as a prompt would compute them (`SlotCache.seen_whole`).
         """
         is_whole = first + num_tokens <= self._cache.seen_whole(slot)
         if not is_whole or any(kept > first for _, kept in self._cache.layers_of(slot)):
@@ -31,9 +32,9 @@ class MovingSlots:
         return copied.numpy().data
 
     def cut(self, slot: int, length: int) -> bool:
-        """Make a slot forget everything after `length` tokens, so that others can be put in.
+        """Make a slot forget all tokens after the first `length`, so that others can be put in.
 
-        False: a part of what precedes them has been dropped already.
+        False, and nothing is forgotten, if a window has dropped tokens that the next token sees.
         """
         is_cut = self._cache.cut(slot, length)
         if is_cut:
@@ -44,7 +45,7 @@ class MovingSlots:
     def put_in(self, slot: int, tokens: Sequence[int], data: memoryview) -> None:
         """Append tokens to a slot, with the bytes that `take_out` returned for the same tokens.
 
-        If slots have states, the slot cannot be used before these are put in too.
+        If slots have `states`, the slot must not be used before its states are put in too.
         """
         first, count = self._cache.lengths[slot], len(tokens)
         self._cache.begin([Segment(slot, first, count)])  # makes room
@@ -56,7 +57,7 @@ class MovingSlots:
         self._held[slot] += tokens
 
     def _memory(self, slot: int, first: int, num_tokens: int) -> Iterator[Tensor]:
-        """Yield the memory of some tokens: of keys and values (KV heads, blocks, bytes) uint8."""
+        """Yield the memory of some tokens, uint8; keys and values are (KV heads, blocks, bytes)."""
         assert first % BLOCK_TOKENS == num_tokens % BLOCK_TOKENS == 0
         num_blocks = num_tokens // BLOCK_TOKENS
         for layer, _ in self._cache.layers_of(slot):

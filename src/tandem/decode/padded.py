@@ -1,6 +1,6 @@
-"""Does what Transformers' `generate` does around each forward, for Tandem's decode loop.
+"""Prepares and runs each forward as Transformers' `generate` does, for Tandem's decode loop.
 
-Knows the tensors of one step; neither sampling nor text.
+This module handles the tensors of a step; sampling and text are handled elsewhere.
 """
 
 import inspect
@@ -27,8 +27,8 @@ from tandem.hf.compat import (
 class PaddedBatch:
     """The sequences of one batch, padded on the left, on the model's own KV caches and states.
 
-    Serves every architecture: positions, masks and inputs come from the model's own preparation,
-    exactly as in `generate`. The whole prompt is one forward.
+    This serves every architecture: positions, masks and inputs come from the model's own
+    preparation, exactly as in `generate`. The whole prompt is one forward.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PaddedBatch:
         pad_id: int,
         inputs: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Take the prompts as token ids, none empty; nothing is computed yet.
+        """Take the prompts as token ids; no prompt may be empty. Nothing is computed yet.
 
         `inputs` are further inputs of the model's `generate`, such as the pixels of images.
         """
@@ -87,16 +87,15 @@ class PaddedBatch:
 
 
 class PaddedSlotPool(SlotPool):
-    """Slots that start together, on the model's own caches: for models that no other pool
-    serves.
+    """Slots whose prompts start together, on the model's own KV caches.
+
+    For models that no other pool serves.
     """
 
     why_no_drafts = "steps run padded, on Transformers' own caches"
 
     def __init__(self, model: PreTrainedModel, num_slots: int, pad_id: int) -> None:
-        """Serve `num_slots` prompts at a time; shorter ones are padded on the left with
-        `pad_id`.
-        """
+        """Serve `num_slots` prompts at a time; `pad_id` pads shorter prompts on the left."""
         self.num_slots = num_slots
         self._model, self._pad_id = model, pad_id
         self._padded: PaddedBatch | None = None
@@ -113,7 +112,7 @@ class PaddedSlotPool(SlotPool):
         self._images = {} if images is None else {slot: images}
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Run whole prompts in place of all earlier ones; return (slots, vocabulary)."""
+        """Run whole prompts, which replace all earlier ones; return logits (slots, vocabulary)."""
         inputs: dict[str, Tensor] = {}
         for images in self._images.values():
             prompts, inputs = dict.fromkeys(prompts, images.ids), images.tensors()
@@ -133,9 +132,9 @@ class PaddedSlotPool(SlotPool):
         return torch.cat([logits[:-1], self.prefill({slot: tokens})])
 
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append one token to each of some slots; return (slots, vocabulary) in their order.
+        """Append one token to each given slot; return their logits, (slots, vocabulary).
 
-        The other slots are stepped too, with their last token.
+        A step computes the whole batch, so each slot that is not given repeats its last token.
         """
         assert self._padded is not None, "decode before prefill"
         self._tokens |= {slot: token for slot, (token,) in tokens.items()}

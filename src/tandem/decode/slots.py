@@ -1,7 +1,7 @@
 """Sequence slots: each holds one sequence's keys and values, and requests take and release them.
 
-`SlotPool` is what the scheduler drives. A slot keeps its contents until another request takes it,
-so that the next turn of a conversation finds its prefix there.
+The scheduler drives a `SlotPool`. A slot keeps its contents until another request uses the slot, so
+that the next turn of a conversation finds its prefix there.
 """
 
 import itertools
@@ -32,40 +32,43 @@ EACH_TOKEN_SEEN = "what records or forces routing sees one token of each sequenc
 
 
 class SlotPool(ABC):
-    """What the scheduler needs of a model. In this base class slots keep nothing between
-    requests.
+    """The interface through which a scheduler runs a model.
+
+    In this base class, slots keep nothing between requests.
     """
 
     num_slots: int
     can_prefill_in_chunks = False
     prefills_together = False
-    """Whether one forward of `prefill` takes tokens of several slots."""
+    """Whether `prefill` computes the tokens of several slots in one forward."""
 
     @property
     def num_bytes(self) -> int | None:
-        """Bytes that the KV cache takes now; None if it is not Tandem's."""
+        """The KV cache's current size in bytes; None if the KV cache is not Tandem's."""
         return None
 
     @property
     def step(self) -> ReplayedStep | None:
-        """The last decode step, or that of all slots; None: steps are never replayed."""
+        """The latest decode step; before the first decode step, the step of all slots.
+
+        None if steps are never replayed.
+        """
         return None
 
     @property
     def moving(self) -> MovingSlots | None:
-        """Moves the contents of slots out and in; None before the first prompt.
+        """Moves the contents of slots out and in.
 
-        Also None if they cannot move.
+        None before the first prompt, and if the contents cannot be moved.
         """
         return None
 
     @property
     @abstractmethod
     def why_no_drafts(self) -> str | None:
-        """Why `verify` takes one token per slot, as a sentence; None: it takes several and can undo
-        them.
+        """Why `verify` must get only one token per slot, as one sentence.
 
-        One sentence.
+        None if `verify` accepts several tokens per slot, which `keep` can remove again.
         """
 
     def held(self, slot: int) -> Sequence[int]:
@@ -77,22 +80,24 @@ class SlotPool(ABC):
         return 0
 
     def keep(self, slot: int, length: int) -> None:  # noqa: B027 - nothing is held
-        """Let a slot forget what it holds beyond `length` tokens, which must be usable."""
+        """Discard a slot's contents after its first `length` tokens, which must be usable."""
 
     def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027 - nothing is held
         """Copy the first `length` tokens of `source`, which must be usable, to `target`."""
 
     @abstractmethod
     def show(self, slot: int, images: ImagePrompt | None) -> None:
-        """Set the images of the slot's next tokens, before a prompt begins.
+        """Set the images of the slot's next prompt, before its first token is appended.
 
-        The tokens are then the prompt's keys. Raises `UnsupportedModelError`.
+        The prompt's tokens must then be `images.keys`. Raises `UnsupportedModelError` if the slots
+        cannot hold images.
         """
 
     @abstractmethod
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append tokens to some slots; return the logits after each slot's last: (slots,
-        vocabulary).
+        """Append tokens to some slots; return the logits after each slot's last token.
+
+        The logits are (slots, vocabulary), in the order of `prompts`.
         """
 
     @abstractmethod
@@ -103,18 +108,19 @@ class SlotPool(ABC):
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append tokens to slots in one decode step; return the logits after each token.
 
-        They are (n_tokens, vocabulary), slot by slot, and valid until the next call.
+        The logits are (n_tokens, vocabulary), slot by slot, and valid until the next call.
         """
 
     def may_join_prefill(self) -> bool:
-        """Tell whether `prefill` gives a decoded token the logits of a decode step, to the bit.
+        """Tell whether `prefill` computes exactly a decode step's logits for a decoded token.
 
-        The first call asks for a trial, for which the next step is computed both ways.
+        False until a trial has shown it. The first call requests the trial, in which the next
+        decode step is computed in both ways.
         """
         return False
 
     def decode(self, tokens: Mapping[int, int]) -> Tensor:
-        """Append one token to each of some slots; return (slots, vocabulary) in their order."""
+        """Append one token to each given slot; return their logits, (slots, vocabulary)."""
         return self.verify({slot: (token,) for slot, token in tokens.items()})
 
 
@@ -124,25 +130,28 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
     can_prefill_in_chunks = True
 
     def __init__(self, runner: ModelRunner, cache: _Cache) -> None:
-        """Take a model's runner and its empty cache."""
+        """Take a model's runner and its empty KV cache."""
         self.cache = cache
         self.num_slots = len(cache.lengths)
         self._model = runner
         self._held: list[list[int]] = [[] for _ in range(self.num_slots)]
         self._images = SlotImages(runner.model)
         self.hidden: Tensor | None = None
-        """The output head's input for the latest forward's tokens, (n_tokens, width)."""
+        """The output head's input for the latest forward's tokens, (n_tokens, width).
+
+        None if it is not recorded.
+        """
         self.on_hidden: OnHidden | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the KV cache takes now: room for the longest slot so far, for every slot."""
+        """The KV cache's current size in bytes: each slot has room for the longest so far."""
         return self.cache.num_bytes
 
     @property
     @abstractmethod
     def step(self) -> ReplayedStep:
-        """The last decode step, or that of all slots."""
+        """The latest decode step; before the first decode step, the step of all slots."""
 
     def held(self, slot: int) -> Sequence[int]:
         """Return the tokens whose keys and values a slot holds."""
@@ -153,17 +162,17 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
         return self.cache.usable(slot, length)
 
     def keep(self, slot: int, length: int) -> None:
-        """Let a slot forget what it holds beyond `length` tokens, which must be usable."""
+        """Discard a slot's contents after its first `length` tokens, which must be usable."""
         self.cache.truncate(slot, length)
         del self._held[slot][length:]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let `target` hold only the first `length` tokens of `source`."""
+        """Replace the contents of `target` by the first `length` tokens of `source`."""
         self.cache.copy_prefix(source, target, length)
         self._held[target] = self._held[source][:length]
 
     def show(self, slot: int, images: ImagePrompt | None) -> None:
-        """Set the images of the slot's next tokens, before a prompt begins."""
+        """Set the images of the slot's next prompt, before its first token is appended."""
         if images is not None:
             why = why_no_slot_images(self._model.model)
             if why is not None:
@@ -185,9 +194,9 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
         """Append tokens to a slot; return the logits after each, unchecked."""
 
     def pretend(self, depth: int, room: int) -> None:
-        """Make every slot claim `depth` made-up tokens, with room for more, to time a step.
+        """Make every slot claim `depth` made-up tokens, with room for `room` more, to time a step.
 
-        Run a prompt first: it creates the KV cache's layers.
+        A prompt must have run before, because it creates the KV cache's layers.
         """
         self.cache.reserve(depth + room)
         self.cache.pretend(depth)
@@ -196,7 +205,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
     def _tell_hidden(
         self, hidden: Tensor | None, tokens: Iterable[tuple[int, Sequence[int]]]
     ) -> None:
-        """Report what the head read of the tokens in slots, (n_tokens, width)."""
+        """Store the head's input for the slots' new tokens, (n_tokens, width), and report it."""
         self.hidden = hidden
         if hidden is None or self.on_hidden is None:
             return
@@ -208,7 +217,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
 
     @contextmanager
     def _going_back(self, slots: Sequence[int]) -> Iterator[None]:
-        """Restore slots with states from a checkpoint if a step fails."""
+        """If a step fails, return slots that have states to their last usable checkpoints."""
         try:
             yield
         except BaseException:
@@ -218,7 +227,10 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
             raise
 
     def _require_finite(self, slots: Sequence[int], logits: Tensor) -> None:
-        """Raise `ExecutionError` for non-finite logits (slots, vocabulary); forget the slots."""
+        """Raise `ExecutionError` for NaN or infinity in logits (slots, vocabulary).
+
+        The slots are emptied before the error is raised.
+        """
         try:
             require_finite_logits(
                 self._model.model, logits, lambda i: self._images.ids(self._held[slots[i]])
@@ -230,8 +242,9 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
 
 
 def num_shared(held: Sequence[int], prompt: Sequence[int]) -> int:
-    """Return the length of the common prefix, without the prompt's last token, whose logits are
-    needed.
+    """Return the length of the common prefix, which never includes the prompt's last token.
+
+    That token must be computed, because its logits are needed.
     """
     most = min(len(held), len(prompt) - 1)
     differ = map(operator.ne, held, itertools.islice(prompt, most))

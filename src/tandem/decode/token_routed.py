@@ -1,7 +1,7 @@
 """Layers that are routed by token id alone: their experts are read and copied ahead.
 
-DeepSeek-V4's first layers look a token's experts up in a table. They are known before the step
-begins, so their disk reads start with the step, and the executor knows them in advance.
+DeepSeek-V4's first layers look up a token's experts in a table. These experts are known before the
+step begins, so their disk reads start with the step, and the executor knows them in advance.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Tries sequence slots: runs a few tokens there and on Transformers' own caches, and compares."""
+"""Tests sequence slots: runs a few tokens in them and on Transformers' caches, and compares."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,9 +34,10 @@ NewPool = Callable[[int], CachedSlotPool[Any]]
 
 
 def why_other_logits(model: PreTrainedModel, new_pool: NewPool) -> str | None:
-    """Run a few tokens in slots and padded; return why slots cannot serve a model, or None.
+    """Compare logits of slots with those of `PaddedBatch`; return why slots fail, or None.
 
-    `new_pool(n)` returns n slots. Raises the `TandemError` of a model that cannot run at all.
+    `new_pool(n)` must return a pool of n slots. Raises `TandemError` if the model cannot run at
+    all.
     """
     tolerance = tolerance_of(model, _TOLERANCES)
     if tolerance is None:
@@ -62,7 +63,10 @@ def _why_other_logits(model: PreTrainedModel, new_pool: NewPool, tolerance: floa
 
 
 def _errors_of(trial: list[int], model: PreTrainedModel, new_pool: NewPool) -> Tensor | str:
-    """Return the errors of a long and a short prompt and a step of each, or the exception."""
+    """Return the relative errors of the logits of a long and a short prompt and a step after each.
+
+    If the slots cannot run them, return the exception's message.
+    """
     prompts = [trial, trial[:2]]
     try:
         pool = new_pool(len(prompts))

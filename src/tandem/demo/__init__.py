@@ -1,6 +1,6 @@
 """The demo model: a real Mixture-of-Experts checkpoint, built here from a small dense model.
 
-Nothing below loads torch until a model has to be built.
+The modules of this package do not load torch until a model has to be built.
 """
 
 from tandem.demo.recipe import DEMO_KINDS, RECIPE, Recipe

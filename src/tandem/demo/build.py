@@ -38,7 +38,7 @@ def build_checkpoint(
 ) -> None:
     """Write the checkpoint of one kind into an empty directory.
 
-    Both kinds have the same routers: pass those of the other kind to avoid making them twice.
+    Both kinds have the same routers: pass the other kind's routers to avoid making them twice.
     """
     if routers is None:
         routers = _make_routers(dense, recipe, progress)

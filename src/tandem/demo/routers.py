@@ -1,7 +1,7 @@
 """Makes routers from a dense model: rows are spherical k-means centroids of real gate inputs.
 
-A token goes to the experts whose centroids its hidden state resembles most, so tokens route by
-meaning, without training.
+A token is routed to the experts whose centroids are most similar to its hidden state. So tokens are
+routed by meaning, without training.
 """
 
 import math
@@ -22,9 +22,9 @@ _MAX_GAIN_STEPS = 400
 def gate_inputs(
     model: PreTrainedModel, windows: torch.Tensor, progress: Progress
 ) -> list[torch.Tensor]:
-    """Return what each layer's FFN reads on (windows, tokens) ids, as (n, hidden_size) bfloat16.
+    """Return each layer's FFN inputs on (windows, tokens) ids, as (n, hidden_size) bfloat16.
 
-    The first token of every window is left out: all attention drains there, and its hidden state
+    The first token of every window is left out: it is an attention sink, and its hidden state
     resembles no other token's.
     """
     seen: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
@@ -62,7 +62,7 @@ def cluster_router(
 
 
 def expert_shares(logits: torch.Tensor, num_experts_per_tok: int) -> torch.Tensor:
-    """Return each expert's share of the choices that logits (n, num_experts) make."""
+    """Return each expert's share of the top-k choices by logits (n, num_experts)."""
     num_experts = logits.shape[-1]
     chosen = logits.topk(num_experts_per_tok, dim=-1).indices.flatten()
     return torch.bincount(chosen, minlength=num_experts) / chosen.numel()
@@ -86,9 +86,9 @@ def _spherical_kmeans(
 
 
 def _raise_weak_rows(inputs: torch.Tensor, centroids: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Lengthen the rows of experts below the least share until none is left.
+    """Lengthen the rows of experts that get too few tokens, until every expert has the least share.
 
-    Hidden states share a common direction, so a longer row wins more tokens.
+    Hidden states share a common direction, so a longer row gets higher logits and more tokens.
     """
     rows = centroids.clone()
     for _ in range(_MAX_GAIN_STEPS):

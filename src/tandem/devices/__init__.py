@@ -1,6 +1,6 @@
-"""The devices beside the CPU that compute experts, by name, and what the options ask of each.
+"""The devices that can compute experts, by name, with the properties that options depend on.
 
-Loads no torch, so that `--help` is fast; each kind loads what it needs when it is used.
+Loads no torch, so that `--help` is fast; each kind imports what it needs when it is used.
 """
 
 from tandem.core.registry import Registry
@@ -8,15 +8,15 @@ from tandem.experts.cache.sizing import DeviceMemory
 
 
 class DeviceKind:
-    """A kind of device; nothing of it is loaded yet."""
+    """A kind of device; creating one loads no device code."""
 
     help: str
     machine = ""
-    """The module whose `device_parts` builds its parts for a loaded model; empty for the CPU."""
+    """The module whose `device_parts` builds the device for a loaded model; empty for the CPU."""
     holds_dense_parts = False
-    """Whether the device's memory also holds all of the model except its experts."""
+    """Whether the device's memory also holds the model's dense parts."""
     is_in_host_memory = False
-    """Whether its memory is host memory."""
+    """Whether the device's memory is host memory."""
     has_graphs = False
     """Whether decode steps may run as one graph; otherwise every step is planned."""
 

@@ -16,7 +16,7 @@ from tandem.experts.execution.row_memory import RowMemory
 
 
 class EmulatedDevice(Device):
-    """Memory that is counted, and computation in order."""
+    """A device that counts its memory and computes batches in order, on the CPU."""
 
     name = "emulated"
     computes_beside = False
@@ -64,7 +64,7 @@ class EmulatedDevice(Device):
         return self._kernels.prepare_sum(row_of, weights)
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
-        """Compute a batch from its slots at once."""
+        """Compute a batch at once from the slots of its experts."""
         try:
             self._kernels.run(batch, use)
         finally:

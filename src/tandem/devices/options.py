@@ -1,5 +1,6 @@
-"""The user's options about offloading: names and sizes. Loads no torch, so that `--help` is
-fast.
+"""The user's options for offloading: names and sizes.
+
+Loads no torch, so that `--help` is fast.
 """
 
 import argparse
@@ -27,7 +28,7 @@ DEFAULT_PREDICTION, DEFAULT_PREFETCH_COUNT = "regression", 2
 
 @dataclasses.dataclass(kw_only=True, repr=False)
 class OffloadOptions:
-    """Where a model's experts live and who computes them."""
+    """Where a model's experts are stored, and which processor computes them."""
 
     rare: ClassVar[tuple[str, ...]] = (
         "link_bandwidth", "emulated_speed", "decode_graph", "profile", "start_content",
@@ -118,13 +119,13 @@ class OffloadOptions:
     prefetch: str = "pays"
     """Which predicted experts to prefetch."""
     context: int | None = None
-    """Tokens per sequence for which memory over a disk reserves room in the KV cache; None: those
-    of a typical conversation."""
+    """Tokens per sequence for which room in the KV cache is reserved if experts run from the disk;
+    None: the length of a typical conversation."""
     sequences: int = 1
-    """The number of such sequences at a time."""
+    """The number of sequences of `context` tokens at a time."""
 
     def __post_init__(self) -> None:
-        """Check every field; `ConfigError` names the field, the value and what is expected."""
+        """Check every field; a `ConfigError` names the field, its value and the expected values."""
         if self.threads is not None:
             require_range("threads", self.threads, 1, 1024, what="a number of threads")
         if self.device not in DEVICES.names():
@@ -145,7 +146,7 @@ class OffloadOptions:
 
     @property
     def expert_memory_bytes(self) -> int | None:
-        """The host memory for experts; None: all where they fit, else what is free."""
+        """The bytes of host memory for experts; None: all experts if they fit, else free memory."""
         if self.expert_memory == "auto":
             return None
         return parse_bytes(self.expert_memory, name="expert_memory")
@@ -159,7 +160,7 @@ class OffloadOptions:
             )
 
     def no_slots_for_plain(self) -> ConfigError:
-        """Return the error for slots of a model whose experts are fp32."""
+        """Return the error for `expert_memory` with a model whose experts are fp32."""
         return ConfigError(
             f"expert_memory is {self.expert_memory!r}, and this model's experts are plain (fp32): "
             "they run from memory alone; leave it out, or pack the model with another expert_dtype "
@@ -169,7 +170,7 @@ class OffloadOptions:
     def require_dense(self, model: str, *, is_on_gpu: bool) -> None:
         """Raise `ConfigError` for options that do not apply to a model without experts.
 
-        `is_on_gpu` says whether its parts are to go to a GPU, whatever `device` is.
+        `is_on_gpu` says whether the model will be on a GPU, whatever `device` is.
         """
         kind = kind_of(self.device)
         if kind.machine and not kind.holds_dense_parts:
@@ -192,7 +193,7 @@ class OffloadOptions:
             )
 
     def require_slots_follow(self) -> None:
-        """Raise `ConfigError` for options that experts on a disk do not support."""
+        """Raise `ConfigError` for options that a model with experts on a disk does not support."""
         if self.eviction not in IN_HOST_SLOTS:
             raise ConfigError(
                 f"eviction is {self.eviction!r}, and experts on a disk are kept in memory by one "
@@ -222,9 +223,7 @@ class OffloadOptions:
         )
 
     def why_planned(self) -> str | None:
-        """Return the name of an option that steps in one graph cannot follow; None: they follow
-        all.
-        """
+        """Return the name of an option that prevents steps in one graph; None: no option does."""
         if not kind_of(self.device).has_graphs:
             return f"device {self.device}"
         if not self.decode_graph:
@@ -235,7 +234,7 @@ class OffloadOptions:
 def offload_options(flags: argparse.Namespace, also_of_cpu: Collection[str] = ()) -> OffloadOptions:
     """Return the options from parsed flags; raises `ConfigError` also for flags without effect.
 
-    `also_of_cpu` are options of a device that the command uses on the CPU too.
+    `also_of_cpu` are device options that have an effect in this command without a device, too.
     """
     options = from_flags(OffloadOptions, flags)
     of_a_device = ("gpu_memory", *OffloadOptions.rare)

@@ -127,7 +127,7 @@ def _type(value: object) -> str:
 def json_values(text: str) -> list[object]:
     """Return the JSON values in a text, one after the other; lists are replaced by their members.
 
-    Raises `ValueError` if it is not JSON.
+    Raises `ValueError` if the text is not JSON or has no values.
     """
     found: list[object] = []
     decoder, place = json.JSONDecoder(parse_constant=_refuse), 0
@@ -145,7 +145,7 @@ def _end_of_space(text: str, place: int) -> int:
 
 
 def python_calls(text: str) -> list[dict[str, object]]:
-    """Parse calls in Python's syntax, [f(a=1), g()]; raises `ValueError` if they are not."""
+    """Parse calls in Python's syntax, [f(a=1), g()]; raises `ValueError` for any other text."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:

@@ -1,9 +1,8 @@
-"""Parses tool calls while their text is generated; arguments are emitted as soon as they are
-certain.
+"""Parses tool calls while their text is generated; emits arguments as soon as they are certain.
 
-What was emitted stays: a call of a known tool whose arguments have begun remains a call even if the
-model then breaks its own format, as in other servers. Anything before that may still turn out as
-text.
+Emitted parts are never withdrawn: once the arguments of a known tool's call have begun, it remains
+a call even if the model then breaks its own format, as in other servers. Before that, the region
+may still turn out to be plain text.
 """
 
 import json
@@ -77,7 +76,8 @@ class ComingCalls:
     def finish(self, value: Any) -> list[AnswerPart]:
         """Return the remaining parts at the region's end; `value` is the parser's result for it.
 
-        Raises `ValueError` and the like if the region holds no call.
+        Raises `ValueError`, `KeyError`, `TypeError` or `RecursionError` if the region holds no
+        call.
         """
         if self._values in ("tagged", "nested"):
             return self._rest_of_tags(value)
@@ -111,7 +111,7 @@ class ComingCalls:
             self._place, self._object, self._is_first = after.end(), None, True
 
     def _find_object(self) -> bool:
-        """Find where the next arguments begin; False if there are none yet, or none to stream."""
+        """Find where the next arguments begin; return False if there are none yet to stream."""
         if self._is_named and self._has_begun:
             return False
         place = self._place
@@ -133,7 +133,7 @@ class ComingCalls:
         return AnswerPart(arguments=piece)
 
     def _whole_calls(self, value: object) -> Iterator[AnswerPart]:
-        """Yield the remaining calls: of the text, or of the parser's result."""
+        """Yield the remaining calls, parsed from the text or taken from the parser's result."""
         if self._values == "python":
             value = python_calls(self._text)
         elif self._values == "json":
@@ -175,14 +175,14 @@ class ComingCalls:
 
 
 class _JsonObject:
-    """The text of one JSON object, whose end is found without reading what is in it."""
+    """Finds the end of one JSON object in a text without parsing the object's content."""
 
     def __init__(self) -> None:
         self._depth, self._is_in_string, self._is_escaped = 0, False, False
         self.has_ended = False
 
     def take(self, text: str, first: int) -> tuple[str, int]:
-        """Return the part of a text, from `first` on, that belongs to the object, and its end."""
+        """Return the object's part of a text from `first` on, and the place where it ends."""
         place = first
         while place < len(text) and not self.has_ended:
             self._pass(text[place])

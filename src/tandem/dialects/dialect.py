@@ -1,4 +1,4 @@
-"""How a model family writes reasoning and calls, as input of Transformers' response parser."""
+"""How a model family writes reasoning and calls, as input for Transformers' response parser."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,12 +49,12 @@ class Dialect:
     marks: tuple[tuple[str, ...], ...]
     """Texts that identify a chat template: all texts of one of these groups."""
     calls: Fields
-    """The response template's field of calls."""
+    """The response template's field for calls."""
     values: Values = "json"
     tag: str = ""
     """A pattern of one argument with groups `key` and `value`, and `type` if the tag has one."""
     opening: str = ""
-    """The beginning of a call, which is written back if no call follows."""
+    """The beginning of a call, which becomes text of the answer again if no call follows."""
     think: str = THINK
     end_think: str = END_THINK
     after_thought: str = ""
@@ -63,9 +63,9 @@ class Dialect:
     """A text by which a chat template shows that the model reasons, if it does not contain the
     mark."""
     thoughts: Fields | None = None
-    """The response template's field of reasoning; None: the text between the two marks."""
+    """The response template's field for reasoning; None: text between `think` and `end_think`."""
     around: str | None = None
-    """A pattern of text around calls, which is skipped if there are tools."""
+    """A pattern of text around calls, which is skipped if the request has tools."""
     beside: str | None = None
     """A pattern of text that is skipped in every answer."""
     written: WrittenCall | None = None

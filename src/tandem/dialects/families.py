@@ -1,14 +1,14 @@
 r"""The families of models, distinguished by their chat templates.
 
-Each is a response template for Transformers' streaming parser, which separates reasoning, text and
-calls. The content of a call is parsed afterwards (`arguments`), for these reasons: the parser emits
-nothing before a call has ended; LFM2's calls are Python, which it cannot parse; strings of GLM,
+Each has a response template for Transformers' streaming parser, which separates reasoning, text and
+calls. The content of a call is parsed separately (`arguments`), for these reasons: the parser emits
+nothing before a call has ended; it cannot parse LFM2's calls, which are Python; strings of GLM,
 Qwen3 Coder, MiniMax and Hunyuan are unquoted, so that only the tool's schema distinguishes "5" from
 5 (the parser's own casts know no enums); DeepSeek V3.2 and Kimi K3 have types in an attribute,
 which `xml-inline` does not support; MiniMax M3 nests tags.
 
-A pattern cannot have an optional end, such as `(?:\s*</tool_call>)?`: the parser takes the match
-that exists before the rest has arrived. So the text around calls is skipped separately.
+A pattern must not have an optional end, such as `(?:\s*</tool_call>)?`: the parser would accept the
+shorter match before the rest has arrived. So the text around calls is skipped separately.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Writes conversations as prompts, and makes readers for the answers.
 
-The chat template writes the prompt, and tells the model's dialect. A tokenizer that describes its
-own dialect (`response_template`) takes precedence. If the template knows no tools, the system
-message describes them in Hermes' form.
+The chat template writes the prompt and identifies the model's dialect; a tokenizer's description of
+its own dialect (`response_template`) takes precedence. If the template does not support tools, the
+system message describes them, in Hermes' form or in the form that the dialect specifies.
 """
 
 import json
@@ -41,10 +41,10 @@ _NO_PLACE = "the model has no chat template, so images have no place in its prom
 
 
 class TemplateError(ConfigError):
-    """A chat template cannot write a conversation; `reason` repeats none of its text."""
+    """A chat template cannot write a conversation; `reason` quotes no text of the conversation."""
 
     def __init__(self, message: str, reason: str) -> None:
-        """Say why in `message`."""
+        """Explain the error in `message`, which may quote the conversation, and in `reason`."""
         super().__init__(message)
         self.reason = reason
 
@@ -58,7 +58,7 @@ class ChatPrompt:
     is_thinking: bool
     """Whether the template has already opened the reasoning."""
     images: "ImagePrompt | None" = None
-    """The images, after the model's processor has written them; `ids` are then its ids."""
+    """The images, after the model's processor has written them; `ids` are then the processor's."""
 
 
 class ChatFormat:
@@ -160,7 +160,8 @@ class ChatFormat:
     ) -> AnswerReader | None:
         """Return a reader that splits an answer into parts; None if all of it is text.
 
-        An answer under a grammar has Tandem's marks, whatever the tokenizer describes.
+        With `is_ruled` the answer follows a grammar with Hermes' marks, whatever dialect the
+        tokenizer describes.
         """
         if self._own_template is not None and not is_ruled:
             return AnswerReader(self._own_template, prompt.text, "", _OWN, _schemas(tools))

@@ -1,12 +1,13 @@
-"""Grammars of answers, as llguidance writes them: JSON of a schema, calls of tools.
+"""Grammars of answers in llguidance's form: JSON documents of a schema, and tool calls.
 
 A grammar travels as text: it is written and checked in the grammar process, and followed where
-tokens are chosen (`tandem.engine.constraint`). Loads no torch.
+tokens are chosen (`tandem.engine.constraint`). This module loads no torch.
 
-What following a grammar costs at each token is bounded. An object of 190 optional properties needs
+The cost of following a grammar is bounded at each token. An object of 190 optional properties needs
 between 3,000 and 5,000 items in a step, in masks of 1 ms; 7,000 items of a grammar made to be slow
-(`s: s s | s s s | "a" | "b"`) take 40 ms, 10,000 of them 110. So items are limited by what objects
-need, and the time of an answer's masks besides: `python -m benchmarks.server.grammar_masks`.
+(`s: s s | s s s | "a" | "b"`) take 40 ms, and 10,000 items take 110 ms. So the number of items is
+limited to what objects need; the total time of an answer's masks is limited, too.
+`python -m benchmarks.server.grammar_masks` measures these costs.
 """
 
 import json
@@ -69,8 +70,8 @@ def written_grammar(text: str) -> str:
 def closed_objects(schema: Mapping[str, object]) -> dict[str, object]:
     """Return a schema whose objects allow no properties except those that they name.
 
-    This is OpenAI's meaning of a strict schema. Objects that say otherwise, or that combine several
-    schemas, stay unchanged.
+    This is OpenAI's meaning of a strict schema. Objects that specify further properties, or that
+    combine several schemas, stay unchanged.
     """
     found: dict[str, object] = {}
     for name, value in schema.items():
@@ -110,9 +111,9 @@ Tools = Sequence[tuple[str, Mapping[str, object]]]
 def call_grammar(
     tools: Tools, form: CallForm, *, or_json: Mapping[str, object] | None = None
 ) -> str:
-    """Return the grammar of one call of one of these tools, or of a document of `or_json`.
+    """Return the grammar of one call of one of these tools, or of a document under `or_json`.
 
-    A newline is allowed after the mark that opens a call and before the one that closes it.
+    One space or newline is allowed after the opening mark and before the closing mark of a call.
     """
     calls = " | ".join(call_object(name, schema) for name, schema in tools)
     marks = form.mark(form.opening), form.mark(form.closing)

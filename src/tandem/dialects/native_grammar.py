@@ -1,8 +1,7 @@
-"""Grammars of free answers in a family's own form: whatever opens a call must continue as a tool
-call.
+"""Grammars of free answers in a family's own form: text that opens a call must become a tool call.
 
-Text and reasoning are free. In forms that tag each argument, in any order, required arguments are
-not enforced; the names of arguments and the form of their values are.
+Other text and reasoning are free. Forms that tag each argument allow arguments in any order. Their
+grammars enforce the names of arguments and the form of values, but not required arguments.
 """
 
 import json
@@ -30,7 +29,7 @@ _ANY = r"(.|\n)*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeForm:
-    """How one model writes calls; `ids` are the marks that are single tokens."""
+    """How one model writes calls; `ids` has the ids of the marks that are single tokens."""
 
     written: WrittenCall
     think: str
@@ -63,7 +62,7 @@ class NativeForm:
         return f"up_to_{_number(mark)}"
 
     def rule_up_to(self, mark: str) -> str:
-        """Return the rule of that item."""
+        """Return the rule for the item of `up_to`; empty if the item needs no rule."""
         if mark in self.ids:
             return ""
         return f"up_to_{_number(mark)}[lazy]: {self._before(mark)} {json.dumps(mark)}\n"
@@ -75,11 +74,10 @@ class NativeForm:
 def native_grammar(
     tools: Tools, form: NativeForm, *, is_thinking: bool, can_think: bool, has_one_call: bool
 ) -> str:
-    """Return the grammar of any text in which whatever opens a call continues as a call of these
-    tools.
+    """Return the grammar of free text in which any opening mark becomes a call of these tools.
 
     The reasoning has begun (`is_thinking`) or may come first (`can_think`). With `has_one_call`
-    nothing follows a call. Raises `ConfigError` if no such grammar can be written.
+    nothing may follow a call. Raises `ConfigError` if no such grammar can be written.
     """
     written = form.written
     marks = [written.opening, *([form.end_think] if is_thinking or can_think else [])]

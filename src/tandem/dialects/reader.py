@@ -14,8 +14,9 @@ _BROKEN = (ValueError, KeyError, TypeError, RecursionError)
 
 
 class AnswerReader:
-    """Splits one answer while it is generated. Spaces at the start of a part belong to the
-    format.
+    """Splits one answer while it is generated.
+
+    White space at the start of a part belongs to the format and is removed.
     """
 
     def __init__(
@@ -26,9 +27,9 @@ class AnswerReader:
         dialect: Dialect,
         schemas: Schemas | None = None,
     ) -> None:
-        """Read with a response template; `begun` is what the prompt has opened already.
+        """Read with a response template; `begun` is the mark of a part that the prompt has opened.
 
-        `dialect` says how calls are written, and `schemas` which tools there are.
+        `dialect` says how calls are written; `schemas` has the known tools and their arguments.
         """
         self._template, self._prefix, self._begun = dict(template), prefix, begun
         self._dialect, self._schemas = dialect, schemas or {}
@@ -110,10 +111,10 @@ class AnswerReader:
 
 
 def _parser(template: dict[str, object], prefix: str) -> Any:
-    """Return Transformers' parser, changed to report with each opening the names of its pattern.
+    """Return Transformers' parser, changed to report a pattern's named groups at each opening.
 
-    Its own events report them only at the end, which is too late for a stream. If a version of the
-    parser has other internals, calls are reported as a whole.
+    The original parser reports the groups only at the end of a region, too late for a stream. If a
+    version of the parser has other internals, calls are reported as a whole.
     """
     from transformers.utils.chat_parsing import ResponseParser
 

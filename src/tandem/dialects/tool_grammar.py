@@ -16,7 +16,7 @@ class DescribedTool(NamedTuple):
     name: str
     schema: Mapping[str, object]
     is_strict: bool
-    """Whether to forbid arguments that a grammar of the schema cannot constrain."""
+    """Whether a schema without a grammar is an error; otherwise it then allows any object."""
 
 
 def calls_or_json(
@@ -47,9 +47,10 @@ def free_calls(
 
 
 def _followed(tools: Sequence[DescribedTool]) -> list[tuple[str, Mapping[str, object]]]:
-    """Return (name, schema) of tools.
+    """Return (name, schema) of tools, as grammars use them.
 
-    A schema without a grammar allows any object, unless it is strict.
+    A schema without a grammar becomes one that allows any object; raises `ConfigError` if the tool
+    is strict.
     """
     found: list[tuple[str, Mapping[str, object]]] = []
     for name, schema, is_strict in tools:

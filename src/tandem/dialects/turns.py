@@ -1,4 +1,4 @@
-"""Converts the turns of a conversation to the form that one model's chat template takes."""
+"""Converts the turns of a conversation to the form that one model's chat template expects."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ def as_template_reads(turns: Sequence[Turn], template: str) -> list[Turn]:
 
 
 def options_of(options: Mapping[str, object], template: str) -> Mapping[str, object]:
-    """Return a template's options with values that it knows."""
+    """Return the options of a chat template, with names and values that the template knows."""
     if "thinking_mode" in template and "enable_thinking" in options:  # MiniMax M3's
         mode = "enabled" if options["enable_thinking"] else "disabled"
         return {"thinking_mode": mode, **options}
@@ -70,8 +70,8 @@ def without_tools(
 ) -> list[Turn]:
     """Write tools as text, for a template that does not describe them.
 
-    Calls and results become text too, in Hermes' form, unless the template writes them: then
-    `described` says how tools are described to its model.
+    Calls and results also become text, in Hermes' form. If the template writes calls and results
+    itself, they stay, and `described` must be the text that describes tools to its model.
     """
     plain = [_plain_turn(dict(turn)) if described is None else turn for turn in turns]
     if not tools:
@@ -96,7 +96,7 @@ def _plain_turn(turn: Turn) -> Turn:
 
 
 def _around(before: str, content: Any, after: str) -> Any:
-    """Put texts around a content, which is text or a list of parts."""
+    """Put texts before and after a turn's content, which is text or a list of parts."""
     if isinstance(content, str):
         return f"{before}{content}{after}"
     parts = ({"type": "text", "text": text} for text in (before, after) if text)
@@ -104,7 +104,7 @@ def _around(before: str, content: Any, after: str) -> Any:
 
 
 def _with_ids(turn: Turn, names: Mapping[str, str]) -> Turn:
-    """Return a turn whose calls have other ids: given ones, or nine characters."""
+    """Return a turn with new call ids: those in `names`, otherwise nine characters each."""
 
     def renamed(call_id: object) -> str:
         digest = hashlib.sha256(str(call_id).encode()).hexdigest()
@@ -128,15 +128,15 @@ def _kimi_ids(turns: Sequence[Turn]) -> dict[str, str]:
 
 
 def _with_thinking(turn: Turn) -> Turn:
-    """Return a turn with its reasoning under the other field name."""
+    """Return a turn that has its reasoning also in the field `thinking`."""
     thoughts = turn.get("reasoning_content")
     return {**turn, "thinking": thoughts} if thoughts else turn
 
 
 def _one_call_each(turns: Sequence[Turn]) -> list[Turn]:
-    """Split a turn with several calls, so that each is followed by its result.
+    """Split a turn with several calls, so that each call is followed by its result.
 
-    Reasoning beside a call becomes a turn of its own: the template accepts either that or text.
+    A turn with calls and reasoning loses its text, because the template accepts only one of these.
     """
     found: list[Turn] = []
     results = {turn.get("tool_call_id"): turn for turn in turns if turn["role"] == "tool"}

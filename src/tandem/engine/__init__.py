@@ -1,3 +1,1 @@
-"""The engine process: holds the model, steps its requests, and talks to the server through a
-pipe.
-"""
+"""The engine process: holds the model, steps its requests, talks to the server through a pipe."""

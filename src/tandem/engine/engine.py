@@ -1,8 +1,8 @@
 """The engine process: loads the model, steps the batch, reports the results.
 
-A process of its own, so that HTTP and the decode loop share no interpreter lock and a crash of one
-leaves the other alive. Between two steps it reads messages of the HTTP side; a cancelled request
-frees its slot before the next step.
+The engine has a process of its own, so that HTTP and the decode loop share no interpreter lock, and
+a crash of either leaves the other alive. Between two steps it reads messages of the HTTP side; a
+cancelled request frees its slot before the next step.
 """
 
 import contextlib
@@ -169,7 +169,7 @@ class Engine:
         return bool(select.select([self._connection], [], [], 0)[0])
 
     def _wait(self) -> None:
-        """Wait for a message; only a moment while a page is open or something is being written."""
+        """Wait for a message, but only briefly while a page is open or prefixes are unwritten."""
         seconds = _REPORT_SECONDS if self._live.is_watched else None
         is_writing = self._scheduler.prefixes.has_unwritten
         self._connection.poll(_WRITER_SECONDS if is_writing else seconds)
@@ -195,7 +195,7 @@ class Engine:
             self._tell_failed((request.request_id,), error)
 
     def _tell_failed(self, numbers: Sequence[int], error: Exception) -> None:
-        """Return a sentence for the client; the text of foreign errors is withheld."""
+        """Send `Failed` with a sentence for clients; the text of foreign errors is withheld."""
         message = str(error)
         if not isinstance(error, TandemError):
             _log.error("a request failed inside the engine process", exc_info=error)

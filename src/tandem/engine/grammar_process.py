@@ -1,8 +1,8 @@
-"""The grammar process: writes grammars and builds their matchers, where it may be killed.
+"""The grammar process: writes grammars and builds their matchers, in forks that may be killed.
 
-A helper (`tandem.engine.helper`): it first receives `Tables`, and for each `Build` it forks. It has
-one thread and no torch, so that forking is safe, and builds the tokenizer's tables once. A fork is
-killed if it uses too much processor time or nobody waits for it.
+The process is a helper (`tandem.engine.helper`): it first receives `Tables`, then forks for each
+`Build`. It has one thread and no torch, so that forking is safe, and builds the tokenizer's tables
+once. A fork is killed if it exceeds its limits or its client has closed the connection.
 """
 
 import contextlib

@@ -1,10 +1,10 @@
-"""What helper processes share: their messages, and forks that the kernel kills at a limit.
+"""Common parts of helper processes: their messages, and forks that the kernel kills at a limit.
 
-The HTTP side starts a helper for work that may take long or for ever. Its stdin is a socket. First
-comes one message, then one descriptor per job: a socket with the job as a message. The helper or
-its fork takes the job, sends `STARTED`, works, sends one message as the answer and closes the
-socket. An incomplete answer counts as none. The helper ends when its stdin does, and so with the
-server, however that ends.
+The HTTP side starts a helper for work that may take long or never end. The helper's stdin is a
+socket, on which it receives first one message, then one descriptor per job. Each descriptor is a
+socket that carries the job as a message. The helper or its fork reads the job, sends `STARTED`,
+does the work, sends one message as the answer and closes the socket. An incomplete answer counts as
+none. The helper ends when its stdin is closed, as happens when the server ends in any way.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Job(Protocol):
 
     @property
     def limits(self) -> Limits:
-        """The resources that it may use."""
+        """The resources that the fork may use."""
 
 
 def framed(message: object) -> bytes:
@@ -84,8 +84,9 @@ def answer(connection: socket.socket, work: Callable[[Any], object]) -> None:
 def answer_in_fork(
     control: socket.socket, connection: socket.socket, work: Callable[[Any], object]
 ) -> None:
-    """Do a job in a fork within its limits. This process must have one thread, else forking is
-    unsafe.
+    """Do a job in a fork within its limits.
+
+    The calling process must have only one thread, because forking is unsafe otherwise.
     """
     if os.fork():
         return

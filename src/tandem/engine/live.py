@@ -1,6 +1,7 @@
 """Live snapshots for the page: where experts are, which are used, how busy CPU, GPU and link are.
 
-Folds the executor's events and the batch's steps. Listens only while a page is open.
+Snapshots sum up the executor's events and the batch's steps, which are observed only while a page
+is open.
 """
 
 import base64
@@ -133,7 +134,7 @@ class LiveSnapshots:
         return json.dumps(snapshot, separators=(",", ":"))
 
     def _where(self) -> bytes:
-        """Return a byte per expert for its place."""
+        """Return each expert's place, one byte per expert."""
         if self._executor.cache is None:
             return bytes(self._num_layers * self._num_experts)
         where = {READY: ON_DEVICE, COPYING: ARRIVING}

@@ -1,8 +1,9 @@
 """The messages between the HTTP process and the engine process, pickled, over one pipe.
 
-`Ready` comes first. After `Submit` come any number of `Progressed` that name the request, or one
-`Failed`. After a request's finish reason, failure or `Cancel` nothing more comes for it, except
-messages already sent, which the receiver drops.
+The engine process sends `Ready` first. It answers a `Submit` with any number of `Progressed` that
+name the request, and with one `Failed` if the request fails. After a request's finish reason,
+failure or `Cancel` it sends nothing more for that request; the HTTP process must drop messages that
+were sent before.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ class DraftSources(TypedDict, total=False):
 
 
 def no_drafting(tokenizer: Tokenizer) -> DraftSources:
-    """Return no draft model: the model drafts with what it has."""
+    """Return no sources: drafts come from prompt look-up and the model's own MTP layer, if any."""
     return {}
 
 
@@ -45,12 +46,12 @@ class EngineSettings:
     has_replay: bool = True
     speculate: str = "auto"
     load_drafting: Callable[[Tokenizer], DraftSources] = no_drafting
-    """Returns the drafters for a model with this tokenizer; pickled by name."""
+    """Returns the draft sources for a model with this tokenizer; pickled by name."""
     max_gap: float | None = None
-    """The longest pause of a stream while prompts are computed, in seconds; None: one full
-    chunk."""
+    """The longest pause of a stream of tokens while prompts are computed, in seconds; None: the
+    time of one full prefill chunk."""
     is_isolated: bool = False
-    """Whether requests have owners, so that drafts never use earlier answers."""
+    """Whether requests have owners, so that drafts must not use answers to other requests."""
     kept_prefixes: KeptPrefixes | None = None
     """Where prompt prefixes are kept on disk; None: nowhere."""
 

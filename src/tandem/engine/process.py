@@ -122,7 +122,8 @@ class EngineProcess:
 def came(connection: Connection) -> Iterator[object]:
     """Yield the messages that have arrived, without waiting for more.
 
-    A busy loop rarely gets here: with one message per call, streams would lag behind the engine.
+    A busy event loop rarely calls this: with one message per call, clients would lag behind the
+    engine.
     """
     coming = select.poll()
     coming.register(connection.fileno(), select.POLLIN)
@@ -134,7 +135,7 @@ def came(connection: Connection) -> Iterator[object]:
 
 @contextlib.contextmanager
 def _held_signals() -> Iterator[None]:
-    """Block signals while a process is started, until it has set its handlers."""
+    """Block signals while a process is started; it unblocks them once its handlers are set."""
     resource_tracker.ensure_running()  # starting it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -144,7 +145,7 @@ def _held_signals() -> Iterator[None]:
 
 
 def _run(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
-    """Run as the engine process; only there torch is loaded."""
+    """Run as the engine process; torch is loaded only there."""
     # Signals reach the whole process group; the HTTP side decides when this process ends.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)

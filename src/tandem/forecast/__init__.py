@@ -1,1 +1,1 @@
-"""What a model will take and how fast it will be, before it is loaded."""
+"""Forecasts a model's memory and speed before it is loaded."""

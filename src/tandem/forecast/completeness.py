@@ -17,8 +17,9 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")  # index of a layer or an expert, but
 
 
 def require_complete(checkpoint: AnyCheckpoint) -> None:
-    """Raise `ModelError` if tensors are missing; packed checkpoints are complete by
-    construction.
+    """Raise `ModelError` if tensors are missing.
+
+    Packed checkpoints are not checked: they are complete by construction.
     """
     if checkpoint.is_packed:
         return
@@ -33,7 +34,7 @@ def require_complete(checkpoint: AnyCheckpoint) -> None:
 def require_all_tensors(path: Path, model: nn.Module, names: Iterable[str]) -> None:
     """Raise `ModelError` naming the first parameter or expert without its tensor.
 
-    `model` may be on the meta device; `names` are those of an unquantised checkpoint.
+    `model` may be on the meta device; `names` are tensor names as in an unquantised checkpoint.
     """
     tensors = defaultdict(list)
     for name, parameter in target_names(model, names).items():
@@ -43,9 +44,10 @@ def require_all_tensors(path: Path, model: nn.Module, names: Iterable[str]) -> N
 
 
 def _require_parameters(path: Path, model: nn.Module, found: set[str]) -> None:
-    """Require of every layer what other layers have.
+    """Raise `ModelError` if a layer lacks a parameter that other layers have.
 
-    In a few architectures some names are found by loading only, and then for all layers.
+    A parameter that no layer has is not required: in a few architectures some names are found only
+    by loading, and then for all layers.
     """
     by_id: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -67,7 +69,7 @@ def _require_parameters(path: Path, model: nn.Module, found: set[str]) -> None:
 
 
 def _require_experts(path: Path, model: nn.Module, tensors: dict[str, list[str]]) -> None:
-    """Compare the number of experts in each layer with the number of their tensors."""
+    """Raise `ModelError` if a layer lacks tensors of some of its experts."""
     sources = {
         f"{module_name}.{name}": (len(parameter), Counter(map(_kind, tensors[full_name])))
         for module_name, module in model.named_modules()

@@ -19,7 +19,7 @@ class ProfileForecast(Forecast):
 
 
 def forecast_from_profile(sizes: ModelSizes, profile: HardwareProfile) -> ProfileForecast | str:
-    """Return the speed on a profile's CPU, or a sentence why there is none."""
+    """Return the speed on a profile's CPU, or a sentence that says why there is no forecast."""
     if sizes.is_dense:
         return "not forecast: profiles have no times of a dense model"
     if profile.gpu != EMULATED:

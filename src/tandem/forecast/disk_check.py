@@ -1,5 +1,6 @@
-"""Measures the disk under packed models for `tandem doctor`: rates, and whether reads bypass the
-cache.
+"""Measures the disk that holds packed models, for `tandem doctor`.
+
+The findings are its rates, and whether reads bypass the page cache.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ _REMEDIES: dict[Reads, tuple[str, str]] = {
 
 
 def check_disk(checkpoint: Checkpoint) -> Finding | None:
-    """Measure the disk at the size of a packed model's experts; None for one without experts."""
+    """Measure the disk by reads as large as a packed model's experts; None: it has no experts."""
     suffix = f".{packed_name(STORED_NAME)}"
     entries = checkpoint.files.entries.items()
     experts = [e for name, e in entries if name.endswith(suffix) and e.shape and e.shape[0]]

@@ -1,7 +1,7 @@
 """Forecasts the speed of a model whose experts do not all fit in memory, on the virtual clock.
 
-As `tandem simulate --disk` does, with `typical_routing`: absent experts are read from the disk
-while those in memory are computed. A prompt is assumed to use all experts equally.
+The simulation is that of `tandem simulate --disk`, with `typical_routing`: absent experts are read
+from the disk while experts in memory are computed. A prompt is assumed to use all experts equally.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class DiskForecast:
 
     disk: DiskCosts
     hit_rate: float
-    """The share of experts used by decode steps that are in memory."""
+    """Of the experts that decode steps use, the share that is in memory."""
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
@@ -81,9 +81,9 @@ def forecast_from_disk(
 
 
 def costs_in_memory(sizes: ModelSizes, in_memory: SpeedForecast) -> ShapeCosts:
-    """Return the cost of one token's expert, and of the rest of a layer.
+    """Return the cost of an expert for one token, and of the other parts of a layer.
 
-    A step reads all of its weights once, at memory speed.
+    A step is assumed to read all of its weights once, at memory speed.
     """
     geometry = geometry_of(sizes)
     num_uses = geometry.top_k * geometry.num_layers

@@ -27,11 +27,11 @@ _SMI_SECONDS = 20
 
 
 class Driver(NamedTuple):
-    """What nvidia-smi reports of a GPU; None for unknown values."""
+    """A GPU's values as nvidia-smi reports them; None for unknown values."""
 
     version: str | None = None
     pcie_generation: int | None = None
-    """The highest that GPU and board support; an idle link runs slower to save power."""
+    """The highest generation that GPU and board support; an idle link runs slower to save power."""
     lanes: int | None = None
     most_lanes: int | None = None
 
@@ -42,7 +42,7 @@ def check_gpu(
     ask_driver: Callable[[], Driver] | None = None,
     try_signals: Callable[[CudaStreams], Signals | None] = find_signals,
 ) -> Iterator[Finding]:
-    """Yield findings about the GPU; tests replace it through the arguments."""
+    """Yield findings about the GPU; tests simulate a GPU through the arguments."""
     try:
         gpu = require_cuda(probe)
     except CapacityError as error:

@@ -1,7 +1,8 @@
-"""Forecasts a model's speed with a GPU: its own planner on the simulator's virtual clock.
+"""Forecasts a model's speed with a GPU: runs its planner on the simulator's virtual clock.
 
-Times come from a named hardware profile, or from one measured on two layers with random weights;
-routing is `typical_routing`. On an H100 and an H200 decode was 1.3 to 1.6 times slower.
+Times come from a named hardware profile, or from a profile measured on two layers with random
+weights; routing is `typical_routing`. On an H100 and an H200, decode was 1.3 to 1.6 times slower
+than forecast.
 """
 
 import dataclasses
@@ -77,8 +78,9 @@ def machine_for(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
 
 
 def require_here(device: str) -> None:
-    """Raise `CapacityError` if the device is not here; the message says how to plan for one
-    elsewhere.
+    """Raise `CapacityError` if this machine lacks the device.
+
+    The message says how to plan for a device elsewhere.
     """
     try:
         kind_of(device).require()
@@ -92,7 +94,7 @@ def require_here(device: str) -> None:
 def host_bytes_elsewhere(offload: OffloadConfig) -> int | None:
     """Return the free memory of the host that a profile names; None: this machine.
 
-    What its system and desktop take is subtracted.
+    The memory that its operating system and desktop are assumed to take is subtracted.
     """
     is_elsewhere = offload.device == "cpu" or kind_of(offload.device).holds_dense_parts
     if offload.profile is None or not is_elsewhere:
@@ -201,7 +203,7 @@ def geometry_of(sizes: ModelSizes) -> Geometry:
 def costs_for(sizes: ModelSizes, profile: HardwareProfile) -> ShapeCosts:
     """Return a model's costs: those of the profile's nearest shape, scaled by bytes.
 
-    Without the host's work, which does not depend on bytes.
+    The costs exclude the host's work, which does not depend on bytes.
     """
     geometry = geometry_of(sizes)
     near = shape_for(profile, str(sizes.config.model_type), geometry)
@@ -235,8 +237,8 @@ def _dense_seconds(
 ) -> tuple[float, ...]:
     """Return the seconds of a layer's dense parts by token count, from those of a known shape.
 
-    Few tokens cost their bytes, beside launches; many cost their arithmetic, which packing does not
-    change.
+    For few tokens, the time is for launches and for reading the weights' bytes. For many tokens, it
+    is for arithmetic, which packing does not change.
     """
     of_known = _layer_bytes(known.plain_dense_bytes, known)
     arithmetic = _layer_bytes(sizes.plain_dense_bytes, sizes) / of_known

@@ -1,7 +1,7 @@
-"""Finds the largest size to pack a model in that is forecast to reach a given speed.
+"""Finds the largest packed size of a model that is forecast to reach a given speed.
 
-Sizes are those of one format for all parts: a mixed recipe of as many bytes runs as fast and loses
-less.
+The sizes tried are those of one format for all parts: a mixed recipe of as many bytes runs as fast
+and loses less.
 """
 
 from collections.abc import Callable
@@ -68,8 +68,10 @@ def largest_size(
 ) -> SizeProposal:
     """Return the largest size that fits and is forecast to reach the speed.
 
-    `num_weights` is the model's. `plan_with` plans it in a format, and raises `CapacityError` if a
-    GPU is too small; `with_speed` adds the forecast to plans that fit, as it may measure.
+    `num_weights` is the model's number of weights. `plan_with` must plan the model in a format, and
+    raise `CapacityError` if a GPU is too small. `with_speed` must add the forecast to a plan; it is
+    called only for plans that fit, because it may measure. Raises `CapacityError` if a GPU is too
+    small for all formats.
     """
     found = None
     for name in _FORMATS:

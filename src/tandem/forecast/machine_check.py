@@ -1,5 +1,6 @@
-"""Checks this machine for Tandem by measuring: each finding is good, slow or broken, with a
-remedy.
+"""Checks this machine for Tandem by measuring: each finding is good, slow or broken.
+
+Findings that are not good come with a remedy.
 """
 
 import os

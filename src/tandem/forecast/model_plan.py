@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the checkpoints of states at the context, on whichever processor."""
+        """Host bytes of the checkpoints of states at the context, also for states on a GPU."""
         free = self.available_bytes - (self.load_bytes - self.process_bytes)
         return checkpoint_bytes(self.state_bytes, self.context_tokens, free)
 
@@ -102,9 +102,9 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that a prompt's activations take at most, those of its images' tower included.
+        """The most bytes of a prompt's activations, including those of the tower for its images.
 
-        Half of the tower's blocks stay with malloc when the layers begin.
+        Half of the tower's memory is still held by malloc when the layers begin.
         """
         prompts = workspace_bytes(self.sizes, self.sequences * self.context_tokens)
         tower = tower_bytes(self.sizes.vision, self.image_tokens)
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of the model that drafts, with what it keeps of all sequences."""
+        """Bytes of the draft model, and of its keys, values and states of all sequences."""
         if (draft := self.draft) is None:
             return 0
         each = draft.kv.bytes_of(self.context_tokens) + draft.state_bytes
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def experts_bytes(self) -> int:
-        """Bytes of the experts that are in memory: all, or those with a slot over the disk."""
+        """Bytes of experts in memory: host slots if options set their memory, otherwise all."""
         over = self.slots_over_disk
         return over.num_bytes if over is not None and over.is_given else self.sizes.experts_bytes
 
@@ -142,9 +142,7 @@ class Plan:
 
     @property
     def is_dense_on_gpu(self) -> bool:
-        """Whether attention, KV cache and dense parts are on the device; never on the emulated
-        one.
-        """
+        """Whether attention, KV cache and dense parts are on the device; false if emulated."""
         return kind_of(self.device).holds_dense_parts
 
     @property
@@ -161,7 +159,8 @@ class Plan:
 def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
     """Return the host memory that a prompt's activations take at most.
 
-    The weights of its terms were fitted to seven shapes; `python -m benchmarks.plan` compares sums.
+    The coefficients were fitted to seven shapes; `python -m benchmarks.plan` compares plans with
+    runs.
     """
     config = sizes.config
     hidden, inner = int(config.hidden_size), _number(config, "intermediate_size")
@@ -185,7 +184,7 @@ def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
 def tower_bytes(vision: PreTrainedConfig | None, image_tokens: int) -> int:
     """Return the most bytes of an image tower's activations.
 
-    Weights were fitted to Qwen3.5's tower: 62 kB a patch at 4,096 patches, 51 kB at 9,216.
+    Coefficients were fitted to Qwen3.5's tower: 62 kB a patch at 4,096 patches, 51 kB at 9,216.
     """
     if vision is None or not image_tokens:
         return 0
@@ -216,11 +215,10 @@ def plan_slots(
     sequences: int = 1,
     others: Mapping[str, ModelSizes] = MappingProxyType({}),
 ) -> tuple[int, dict[str, int]]:
-    """Return the number of slots, and the use of the device's memory by part; raises
-    `CapacityError`.
+    """Return the number of slots, and the use of the device's memory by part.
 
-    A dense model has no slots: all of it fits, or the error names which of `others`, its sizes in
-    other formats, would fit.
+    Raises `CapacityError`. A dense model has no slots: if it does not fit as a whole, the error
+    names which of `others`, its sizes in other formats, would fit.
     """
     parts = {"dense": 0, "kv_cache": 0, "experts": 0, "workspace": 0}
     if device == "cpu":
@@ -247,7 +245,7 @@ def plan_slots(
 
 
 def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
-    """Return advice to make it fit or run faster; `others` are its sizes in other formats."""
+    """Return advice to make a model fit or run faster; `others` are its sizes in other formats."""
     lines = []
     if not plan.fits:
         lines += _to_fit(plan, others)
@@ -277,7 +275,7 @@ def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
 
 
 def _packed_in(name: str, sizes: ModelSizes) -> str:
-    """Return text about what is packed in a format."""
+    """Return the words for a format in advice: an option for a dense model, or the experts."""
     return f"--dense-dtype {name}" if sizes.is_dense else f"{name} experts"
 
 

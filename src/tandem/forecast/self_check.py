@@ -48,8 +48,9 @@ class Agreement:
 
 
 def check_model(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> Agreement:
-    """Load a checkpoint's first layers and compare kernels with the reference; raises
-    `TandemError`.
+    """Load a checkpoint's first layers and compare the kernels with the reference.
+
+    Raises `TandemError`.
     """
     model = load_checkpoint(checkpoint, offload, num_layers=CHECKED_LAYERS)
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -78,7 +79,7 @@ def _log_probabilities(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _unpacked(model: PreTrainedModel) -> Iterator[None]:
-    """Let torch multiply the unpacked weights of packed linear layers inside the context."""
+    """Make torch multiply by the unpacked weights of packed linear layers inside the context."""
     layers = [layer for _, layer in packed_layers(model) if not layer.groups]
     handles = [layer.register_forward_hook(_in_torch) for layer in layers]
     try:

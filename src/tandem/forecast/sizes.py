@@ -57,8 +57,9 @@ _OF_FILES = ("expert_dtype", "expert_formats", "dense_formats", "packed_format")
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """A checkpoint's sizes under some options, in bytes of host memory unless a name says
-    otherwise.
+    """A checkpoint's sizes with some options.
+
+    Bytes are those of host memory unless a name says otherwise.
     """
 
     config: PreTrainedConfig
@@ -73,7 +74,7 @@ class ModelSizes:
     """The indices of the layers with experts."""
     num_layers: int
     dense_bytes: dict[str, int]
-    """Bytes of each dense part, in the formats that the options ask for."""
+    """Bytes of each dense part, in the formats that the options name."""
     plain_dense_bytes: dict[str, int]
     """Bytes of each dense part if nothing is packed."""
     host_bytes: int
@@ -81,11 +82,11 @@ class ModelSizes:
     device_bytes: int
     """Bytes of the dense parts that are on a GPU."""
     dense_layers_with_codes: int
-    """Linear layers that keep the codes of a quantised checkpoint."""
+    """The number of linear layers that keep the codes of a quantised checkpoint."""
     dense_format: str
     """The format of most linear layers; "none" if they stay as loaded."""
     dense_layers_without: int
-    """Linear layers that are quantised in the checkpoint and get dequantised."""
+    """The number of linear layers that are quantised in the checkpoint and get dequantised."""
     kv: KvSizes
     """The KV cache's sizes on the CPU."""
     device_kv: KvSizes
@@ -106,9 +107,7 @@ class ModelSizes:
     def within(
         self, available_bytes: int, expert_memory_bytes: int | None, device_bytes: int | None
     ) -> "ModelSizes":
-        """Return the sizes after `short_memory` has decided which tables of rows stay on the
-        disk.
-        """
+        """Return the sizes, with tables of rows on the disk if `short_memory` requires that."""
         short = short_memory(
             self.experts_bytes, self.total_dense_bytes, available_bytes,
             expert_memory_bytes=expert_memory_bytes, device_bytes=device_bytes,
@@ -156,7 +155,7 @@ class ModelSizes:
 
     @property
     def layer_bytes(self) -> float:
-        """Average bytes of one layer's experts."""
+        """Average bytes of one layer's experts; for a dense model, of one layer."""
         return self.layers_bytes / (self.num_layers if self.is_dense else self.num_moe_layers)
 
     @property
@@ -275,7 +274,7 @@ def _format_name(layer: HostLayer, dtype: torch.dtype) -> str:
 def _dense_bytes(
     model: nn.Module, packed: Mapping[str, WeightFormat], tables: Collection[str]
 ) -> dict[str, int]:
-    """Return the bytes of everything but experts, by part; `tables` of rows by their paths."""
+    """Return the bytes of each dense part; `tables` has the paths of tables of rows."""
     totals = {name: 0 for name, _ in _PARTS} | {_OTHER: 0, _TABLES: 0}
     for name, num_bytes in dense_parts(model, packed):
         part = next((p for p, words in _PARTS if any(w in name for w in words)), _OTHER)

@@ -1,9 +1,10 @@
 """Forecasts a model's speed on this machine, measured on a few layers with random weights.
 
-A layer costs the same whatever its weights are, so two models of few layers are timed, and the
-whole follows: first + (layers - few) * difference. They are timed in alternation, and the median of
-the rounds counts: a forecast is for a usual minute, not for the machine's best. Small models are
-built whole. Measurements are kept by processor, shape and format.
+A layer's time does not depend on its weights. So a model with few and a model with more layers are
+timed, and the whole follows: seconds(more) + (layers - more) * (seconds(more) - seconds(few)) /
+(more - few). They are timed in alternation, and the median of the rounds counts, because a forecast
+is for a usual minute, not for the machine's best. Small models are built whole. Measurements are
+kept by processor, shape and format.
 """
 
 import dataclasses
@@ -175,10 +176,11 @@ def _layers_to_time(sizes: ModelSizes) -> list[int]:
 def prefixes_to_time(kinds: Sequence[tuple[bool, str]], room: int) -> list[int]:
     """Return the lengths of two prefixes of a model's layers that represent its other layers.
 
-    `kinds` has two or more layers, and for each whether it holds experts (true for all layers of a
-    dense model) and its other properties. The first prefix is the shortest with each kind that more
-    than one layer has. The additional layers of the second are mixed most like the layers after the
-    first. Together they have at most `room` layers with experts, if two such prefixes exist.
+    `kinds` describes two or more layers: whether each holds experts (true for all layers of a dense
+    model), and its other properties. The first prefix is the shortest that contains each kind which
+    more than one layer has. The additional layers of the second prefix have the mix of kinds most
+    like that of all layers after the first prefix. Together the prefixes have at most `room` layers
+    with experts, if two such prefixes exist.
     """
     lengths = range(1, len(kinds) + 1)
     num_moe = [sum(has_experts for has_experts, _ in kinds[:n]) for n in range(len(kinds) + 1)]
@@ -195,7 +197,7 @@ def prefixes_to_time(kinds: Sequence[tuple[bool, str]], room: int) -> list[int]:
 
 
 def _difference(some: Counter[tuple[bool, str]], others: Counter[tuple[bool, str]]) -> float:
-    """Return the difference between the mixes of two runs of layers; 0: equal."""
+    """Return how much the shares of kinds differ between two groups of layers; 0: not at all."""
     shares = (some[kind] / some.total() - n / others.total() for kind, n in others.items())
     return round(sum(map(abs, shares)), 6)
 

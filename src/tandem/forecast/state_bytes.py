@@ -23,9 +23,10 @@ _STATE_BYTES = 4  # slots keep states in fp32
 
 
 def state_bytes_of(model: PreTrainedModel) -> int:
-    """Return the bytes of one sequence's states; `model` is on "meta", its experts are not run.
+    """Return the bytes of one sequence's states; `model` must be on the meta device.
 
-    0 for a model without states, and for one that cannot run on "meta".
+    The experts are not run. Returns 0 for a model without states, and for a model that cannot run
+    on the meta device.
     """
     windows = [compression_of(part) for part in model.modules() if compresses(part)]
     if windows:
@@ -49,12 +50,12 @@ def state_bytes_of(model: PreTrainedModel) -> int:
 
 
 def mixer_token_bytes(model: nn.Module) -> int:
-    """Return the most bytes of a token's activations in a layer with states; 0 without one."""
+    """Return the most bytes of a token's activations in a layer with states; 0: no such layer."""
     return max((_mixer_bytes(part) for part in model.modules()), default=0)
 
 
 def _mixer_bytes(part: nn.Module) -> int:
-    """Return the bytes for a module with a convolution over tokens; 0 for others."""
+    """Return a token's activation bytes in a module with a convolution over tokens, otherwise 0."""
     children = dict(part.named_children())
     if not any(isinstance(child, nn.Conv1d) for child in children.values()):
         return 0
@@ -87,7 +88,7 @@ def _num_values(layer: object) -> int:
 
 
 def _tensors(states: object) -> list[Tensor]:
-    """Return the existing tensors; Transformers has one, several, or a dictionary by number."""
+    """Return the tensors in `states`: Transformers has one, several, or a dictionary by number."""
     values = states.values() if isinstance(states, Mapping) else states
     values = values if isinstance(values, Iterable) and not isinstance(values, Tensor) else [values]
     return [value for value in values if isinstance(value, Tensor)]

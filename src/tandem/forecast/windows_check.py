@@ -1,6 +1,6 @@
 """Checks for WSL2, Linux inside Windows: a table for `tandem doctor` and `tandem plan`.
 
-Never run on such a PC: tests supply the files that it would read.
+These checks have never run on a PC with WSL2: tests supply the files that they would read.
 """
 
 from collections.abc import Callable, Iterator

@@ -29,12 +29,12 @@ class Answer:
 
     @property
     def is_interrupted(self) -> bool:
-        """Tell whether Ctrl-C ended it."""
+        """Whether Ctrl-C ended the answer."""
         return self.finish_reason == "interrupted"
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Computed prompt tokens per second until the first token."""
+        """Prompt tokens computed per second, up to the first token of the answer."""
         return _rate(self.prompt_tokens - self.reused_tokens, self.time_to_first_token_seconds)
 
     @property

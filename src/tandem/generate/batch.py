@@ -1,4 +1,4 @@
-"""Several prompts answered together: collects the scheduler's results."""
+"""Answers several prompts together: collects the scheduler's outputs into answers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class _Answering:
     last: float = 0.0
 
     def take(self, output: TokenOutput) -> None:
-        """Append what a step has brought."""
+        """Append a step's output."""
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
         self.pieces.append(output.text)
@@ -45,7 +45,7 @@ class _Answering:
 
 
 class Batch:
-    """The prompts of one call, made by `Generator.start`. Requests are numbered from 0."""
+    """The prompts of one call to `Generator.start`. Their requests are numbered from 0."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Batch:
         requests: Sequence[Request],
         on_text: Callable[[int, str], None],
     ) -> None:
-        """Submit the requests to a scheduler without other work."""
+        """Submit the requests to a scheduler, which must have no other requests."""
         self._scheduler = scheduler
         self._on_text = on_text
         self._answers = [
@@ -69,9 +69,9 @@ class Batch:
         return all(one.latest.finish_reason is not None for one in self._answers)
 
     def advance(self) -> None:
-        """Run one step: prompts first, then one token for each unfinished answer.
+        """Run one step of the scheduler.
 
-        Raises the step's error; the other prompts are then dropped too.
+        Raises the step's error; all unfinished prompts are then dropped.
         """
         try:
             token_outputs = self._scheduler.step()
@@ -92,7 +92,7 @@ class Batch:
                 self._take(output or TokenOutput(number, finish_reason="interrupted"))
 
     def answers(self) -> list[Answer]:
-        """Return the answers in the order of the prompts, after all have ended."""
+        """Return the answers in the order of the prompts; `is_done` must be true."""
         return [one.answer(self._started) for one in self._answers]
 
     def _take(self, output: TokenOutput) -> None:

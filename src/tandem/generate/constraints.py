@@ -21,7 +21,7 @@ _LAST_RESORT = -1e9
 
 
 class Constraint(Protocol):
-    """Limits the next token; a grammar for instance."""
+    """Limits which tokens may come next in an answer; for example, a grammar."""
 
     def restrict(self, scores: Tensor) -> Tensor:
         """Return changed scores (1, vocabulary), with -inf for forbidden tokens."""
@@ -35,7 +35,7 @@ FollowGrammar = Callable[[str], Constraint]
 
 
 def no_grammars(grammar: str) -> Constraint:
-    """Raise for any grammar, where grammars are not supported."""
+    """Raise `ConfigError` for any grammar; the default where grammars are not supported."""
     raise ConfigError("grammars are followed by `tandem serve` alone; leave the grammar out")
 
 
@@ -45,7 +45,7 @@ def constraints_of(
     tokenizer: Tokenizer | None,
     follow_grammar: FollowGrammar,
 ) -> Iterator[Constraint]:
-    """Yield the constraints of a request's answer, in order; grammars see the others' scores."""
+    """Yield the constraints of a request's answer, in the order in which they change scores."""
     options = request.options
     if options.min_tokens:
         yield NotYet(options.min_tokens, end_ids)
@@ -59,7 +59,7 @@ def constraints_of(
 
 
 class PenalisedScores:
-    """Penalties and biases of OpenAI's API, which forbid nothing; the prompt does not count."""
+    """Applies penalties and biases of OpenAI's API; penalties count only the answer's tokens."""
 
     def __init__(self, options: SamplingOptions) -> None:
         """Start without counted tokens."""
@@ -91,7 +91,7 @@ class NotYet:
         self._end_ids = sorted(end_ids)
 
     def restrict(self, scores: Tensor) -> Tensor:
-        """Return scores (1, vocabulary) with -inf for end tokens while the answer is too short."""
+        """Return scores (1, vocabulary), with far lower scores for end tokens of a short answer."""
         if self._num_missing <= 0 or not self._end_ids:
             return scores
         changed = scores.float().clone()

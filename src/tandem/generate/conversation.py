@@ -1,4 +1,4 @@
-"""Drops whole turns from a conversation's front until it fits a context, and takes images out.
+"""Drops the oldest turns of a conversation until it fits a context; separates images from text.
 
 Knows roles and turns; the caller knows lengths and limits.
 """
@@ -15,11 +15,11 @@ _INSTRUCTION_ROLES = ("system", "developer")
 def trim_conversation(
     messages: Sequence[M], fits: Callable[[list[M]], bool]
 ) -> tuple[list[M], int]:
-    """Return the kept messages, and how many turns were dropped from the front.
+    """Return the kept messages, and how many of the oldest turns were dropped.
 
     A turn is a user's messages and all replies to them, tool messages included. Leading system and
     developer messages and the last turn are always kept, even if they alone do not fit. `fits` must
-    be monotonic: what fits still fits with fewer turns.
+    be monotonic: if a list of messages fits, it must also fit with fewer turns.
     """
     num_leading = _count_leading_instructions(messages)
     leading = list(messages[:num_leading])
@@ -60,9 +60,9 @@ def _count_leading_instructions(messages: Sequence[Mapping[str, object]]) -> int
 
 
 def _turn_starts(messages: Sequence[Mapping[str, object]], num_leading: int) -> list[int]:
-    """Return where turns begin: at a user message that does not follow another one.
+    """Return the indices at which turns begin: user messages that do not follow a user message.
 
-    Messages before the first user message (a greeting) are a turn too.
+    Messages before the first user message (such as a greeting) are a turn, too.
     """
     roles = [message.get("role") for message in messages]
     return [

@@ -3,7 +3,8 @@
     generator = tandem.Generator(model, tokenizer)
     answer, = generator.generate("Once upon a time", max_new_tokens=64)
 
-Prompts become requests of a `Scheduler`, the same that serves: here one call's at a time.
+Prompts become requests of a `Scheduler`, as in the server; here a scheduler has the requests of one
+call.
 """
 
 import dataclasses
@@ -55,9 +56,7 @@ TextListener = Callable[[int, str], None]
 
 
 class Generator:
-    """Answers prompts with one model; keeps the last conversation's keys and values to continue
-    it.
-    """
+    """Answers prompts with one model; keeps the last call's keys and values for the next call."""
 
     def __init__(
         self,
@@ -74,23 +73,22 @@ class Generator:
         mtp_from: Path | None = None,
         shares_answers: bool = True,
     ) -> None:
-        """Take a Transformers model; without a tokenizer prompts and answers are token ids.
+        """Use a Transformers model; without a tokenizer, prompts and answers are token ids.
 
         With the model's `processor`, messages may have images: parts of their content that are
         {"type": "image", "image": a path, the bytes of a file, or a PIL image}.
-        `threads` compute attention and packed layers (default: as many as the model's experts
-        have). `dense_dtype` packs the model's linear layers for good: "int8", "int4", "bf16",
-        "auto" (int8 if the experts are quantised too) or "none"; a model may also be loaded so
-        (`tandem.load(..., dense_dtype=...)`). `kv_dtype` is what keys and values are kept in:
-        "auto" (what the model computes in; bf16 for GGUF files), "bf16" or "int8". Decode steps are
-        recorded and replayed without the model's Python code (its hooks included), unless
-        `has_replay` is false.
-        `speculate` is what drafts tokens that are verified together: "auto", "lookup" (what
-        followed the latest tokens where they stood before), "mtp" (the model's own MTP layer too,
-        from the checkpoint `mtp_from`, or the model's) or "none"; `draft` is a
-        small model with the same tokens, which writes ahead. Answers are the same. Unless
-        `shares_answers`, nothing is drafted from answers to other prompts.
-        Raises `UnsupportedModelError` for models that do not write token by token.
+        `threads` compute attention and packed layers (default: the threads of the model's experts).
+        `dense_dtype` permanently packs the model's linear layers: "int8", "int4", "bf16", "auto"
+        (int8 if the experts are quantised too) or "none"; `tandem.load(..., dense_dtype=...)` packs
+        them while loading. `kv_dtype` is the dtype of the KV cache: "auto" (the model's dtype; bf16
+        for GGUF files), "bf16" or "int8". Decode steps are recorded and replayed without the
+        model's Python code and its hooks, unless `has_replay` is false.
+        `speculate` selects the drafters: "auto", "lookup" (prompt look-up: the tokens that followed
+        an earlier occurrence of the latest tokens), "mtp" (also the model's MTP layer, from the
+        checkpoint `mtp_from` or the model's own) or "none". `draft` is a small model with the same
+        tokens, which drafts too. Drafting does not change answers. Unless `shares_answers`,
+        nothing is drafted from answers to other prompts.
+        Raises `UnsupportedModelError` for models that do not generate text token by token.
         """
         model = without_adapters_wrapper(model)
         require_next_token_model(model)
@@ -113,7 +111,7 @@ class Generator:
         """The drafters for all requests; None: no drafting."""
         self._has_tried_slots = False
         self.why_padded: str | None = None
-        """Why prompts run padded on Transformers' caches; None: they do not, or none has run
+        """Why prompts run padded on Transformers' caches; None: they do not, or this is not known
         yet."""
         self._pool: SlotPool | None = None
         self._latest_pool: SlotPool | None = None
@@ -137,9 +135,9 @@ class Generator:
     ) -> list[Answer]:
         """Answer one prompt or several at once, in their order.
 
-        `fields` are those of `SamplingOptions` and replace what `options` says. `on_text` receives
-        (row, piece of text) as it comes. Raises `ConfigError` for a prompt that is empty, too long
-        or holds unknown token ids, before anything is computed.
+        `fields` are fields of `SamplingOptions` and override `options`. `on_text` is called with
+        (number of the prompt, piece of text) as text comes. Raises `ConfigError` for a prompt that
+        is empty, too long or holds unknown token ids, before anything is computed.
         """
         batch = self.start(prompts, options, on_text=on_text, **fields)
         while not batch.is_done:
@@ -149,9 +147,7 @@ class Generator:
     def answer(
         self, prompt: Prompt, options: SamplingOptions, on_text: Callable[[str], None]
     ) -> Answer:
-        """Answer a prompt; Ctrl-C (KeyboardInterrupt) ends the answer, which is then returned as it
-        is.
-        """
+        """Answer a prompt; after Ctrl-C (KeyboardInterrupt), return the answer up to then."""
         batch = self.start([prompt], options, on_text=lambda _, piece: on_text(piece))
         try:
             while not batch.is_done:
@@ -181,10 +177,10 @@ class Generator:
         on_text: TextListener | None = None,
         **fields: object,
     ) -> Batch:
-        """Check the prompts and return their batch; nothing is computed yet.
+        """Check the prompts and return their batch, without computing any.
 
-        If there are as many prompts as last time, each continues from what its predecessor left in
-        the KV cache, as far as they have a common prefix. An unfinished batch is interrupted.
+        If there are as many prompts as in the last call, prefixes that the KV cache still holds are
+        reused. An unfinished batch of the last call is interrupted.
         """
         options = _merged(options, fields)
         if options.stop and self.tokenizer is None:
@@ -224,9 +220,9 @@ class Generator:
     ) -> Scheduler:
         """Return a new scheduler, to which requests can be added at any time: `Scheduler.add`.
 
-        It runs one request at a time if the model must run padded. `kept` says where prefixes of
-        prompts are kept on disk, `pace` how long streams may wait for prompts, `follow_grammar`
-        makes constraints from grammars.
+        The scheduler runs one request at a time if the model must run padded. Prefixes of prompts
+        are kept on disk in `kept`; `pace` limits how long streams wait for prompts;
+        `follow_grammar` makes constraints from grammars.
         """
         self.prepare()
         num_slots = max_running if self.why_padded is None else 1
@@ -239,8 +235,9 @@ class Generator:
         )  # fmt: skip
 
     def prepare(self) -> None:
-        """Find out how the model is stepped, unless it is known, by running a few tokens both
-        ways.
+        """Find out, once, whether the model can run in slots or must run padded: see `why_padded`.
+
+        On a CPU this runs a few tokens both ways.
         """
         if self._has_tried_slots:
             return
@@ -253,10 +250,10 @@ class Generator:
         self._has_tried_slots = True
 
     def warm_up(self, notes: Path) -> None:
-        """Find out how the model is stepped, and record the step of one sequence before its prompt.
+        """Find out how the model can run, and record the step of one sequence before its prompt.
 
-        Then first tokens come as fast as later ones. A passed trial is noted in the directory
-        `notes`, and takes a fraction of the time at the next start.
+        The first tokens then come as fast as later tokens. A passed trial is noted in the directory
+        `notes`, so that the next start takes a fraction of the time.
         """
         if self.model.device.type != "cpu" or self._adapters:
             return
@@ -272,7 +269,7 @@ class Generator:
     def slot_pool(self, num_slots: int, *, capacity: int = 0) -> SlotPool:
         """Return slots for `num_slots` sequences, of the fastest kind that serves the model.
 
-        Each has room for `capacity` tokens at first.
+        Each slot has room for `capacity` tokens at first.
         """
         self.prepare()
         if self.why_padded is not None:
@@ -290,7 +287,7 @@ class Generator:
         return self._latest_pool
 
     def _pool_for(self, num_slots: int, capacity: int, *, has_images: bool) -> SlotPool:
-        """Return the slots of the last call if they serve this one, else others."""
+        """Return the last call's slots if they fit this call, else new slots."""
         if has_images and why_no_slot_images(self.model) is not None:
             return PaddedSlotPool(self.model, num_slots, self._pad_id())
         if (adapters := adapter_state(self.model)) != self._adapters:
@@ -340,7 +337,7 @@ class Generator:
 
 
 def _of_row(options: SamplingOptions, number: int) -> SamplingOptions:
-    """Seed each prompt of a call differently."""
+    """Return the options of one prompt of a call; each prompt gets another seed."""
     seed = options.seed
     return options if seed is None else dataclasses.replace(options, seed=seed + number)
 

@@ -1,7 +1,7 @@
 """Finds prefixes of prompts that need not be computed, in sequence slots and on disk.
 
-Slots hold what earlier requests left. With `PrefixFiles`, whole segments are written to disk
-between steps; a prompt finds there what no slot holds any more, even after a restart.
+Slots keep the tokens of earlier requests. With `PrefixFiles`, whole segments are written to disk
+between steps, where a prompt finds prefixes that no slot holds any more, even after a restart.
 """
 
 import time
@@ -23,17 +23,17 @@ _MUCH = 4
 
 
 class _Disk(NamedTuple):
-    """The prefix files, and the object that moves slots' contents there and back."""
+    """The prefix files, and the object that moves slots' contents to files and back."""
 
     files: PrefixFiles
     slots: MovingSlots
 
 
 class HeldPrefixes:
-    """The prefixes in the slots of a pool. Not thread-safe."""
+    """The prefixes in the slots of a pool and on disk. Not thread-safe."""
 
     def __init__(self, pool: SlotPool, files: PrefixFiles | None = None) -> None:
-        """Use a pool whose slots only requests change."""
+        """Use a pool whose slots only a scheduler's requests change."""
         self._pool = pool
         moving = None if files is None else pool.moving
         self._disk = None if files is None or moving is None else _Disk(files, moving)
@@ -44,10 +44,11 @@ class HeldPrefixes:
         """Tokens whose keys and values were read from disk."""
 
     def take(self, request: Request, free: Sequence[int], oldest: int) -> tuple[int, int]:
-        """Choose one of the free slots; return it and how much of the prompt it then holds.
+        """Choose a free slot; return it and the number of prompt tokens that it then holds.
 
-        The best is a slot that can continue from its own contents; else `oldest`, free for longest,
-        which then gets a copy of the prompt's prefix from any slot, even a busy one.
+        A slot that can continue from at least half of its own contents is best. Otherwise the slot
+        is `oldest`, the slot that must have been free for longest; any slot that holds more of the
+        prompt's prefix, even a busy slot, is copied to `oldest`.
         """
         slot, shared = self._take(request, free, oldest)
         self._num_written[slot] = 0
@@ -70,7 +71,7 @@ class HeldPrefixes:
         return oldest, shared[oldest]
 
     def _num_usable(self, request: Request) -> list[int]:
-        """Return, for each slot, how many tokens of the prompt's prefix it could continue from."""
+        """Return, for each slot, how many of its first tokens a request's prompt can reuse."""
         pool = self._pool
         if request.has_prompt_logprobs:  # slots do not keep the logits of tokens they have read
             return [0] * pool.num_slots
@@ -82,9 +83,9 @@ class HeldPrefixes:
         ]
 
     def catch_up(self, running: Running) -> int:
-        """Copy what another slot has computed of a prompt since its request began.
+        """Copy a prompt's further tokens from another slot that has computed them meanwhile.
 
-        Prompts that arrive together with a common prefix are thus computed once, chunk by chunk.
+        A common prefix of prompts that arrive together is thus computed once, chunk by chunk.
         Returns the number of tokens gained.
         """
         pool = self._pool
@@ -97,7 +98,7 @@ class HeldPrefixes:
         return max(0, gained)
 
     def will_gain(self, running: Running, other: Running) -> bool:
-        """Whether another prompt's chunk computes much of what a prompt still needs: it waits."""
+        """Tell whether a prompt should wait, because `other` computes many of its next tokens."""
         request, its = running.request, other.request
         if request.has_prompt_logprobs or request.owner != its.owner:
             return False
@@ -107,7 +108,7 @@ class HeldPrefixes:
     # ---- disk ------------------------------------------------------------------------------------
 
     def find(self, running: Running) -> None:
-        """Note which further segments of a prompt are on disk."""
+        """Set `running.on_disk` to the next segments of its prompt that are on disk."""
         disk = self._disk
         if disk is None or running.request.has_prompt_logprobs:
             return
@@ -123,10 +124,9 @@ class HeldPrefixes:
         running.on_disk = [(number * SEGMENT_TOKENS, keys[number]) for number in range(first, end)]
 
     def read(self, running: Running, *, is_alone: bool) -> int:
-        """Read some of a prompt's segments from disk into its slot; return the number of tokens
-        gained.
+        """Read a prompt's next segments from disk into its slot; return the number of tokens read.
 
-        A prompt alone is read at once, else a few segments per step.
+        If the prompt `is_alone`, all its segments are read at once, otherwise a few per step.
         """
         disk, before = self._disk, running.num_done
         if disk is None:
@@ -137,7 +137,7 @@ class HeldPrefixes:
         return running.num_done - before
 
     def _read_one(self, disk: _Disk, running: Running) -> bool:
-        """Read the next segment; return False and stop reading if it is gone."""
+        """Read a prompt's next segment; if it is gone, stop reading and return False."""
         first, key = running.on_disk.pop(0)
         # The tokens came from another slot meanwhile.
         if first + SEGMENT_TOKENS <= running.num_done:
@@ -157,7 +157,10 @@ class HeldPrefixes:
         return True
 
     def _give_up(self, disk: _Disk, running: Running) -> bool:
-        """Stop reading; return to the last checkpoint of states if needed. Returns False."""
+        """Stop reading from disk, and cut a slot with states to its last usable token.
+
+        Always returns False.
+        """
         pool, slot = self._pool, running.slot
         running.on_disk.clear()
         if disk.slots.states:
@@ -175,7 +178,7 @@ class HeldPrefixes:
         return any(n // SEGMENT_TOKENS > m for n, m in zip(held, self._num_written, strict=True))
 
     def close(self, seconds: float) -> None:
-        """Write what slots hold, for at most `seconds`, and stop the writer."""
+        """Write the slots' segments to disk, for at most `seconds`, and stop the writer."""
         if self._disk is None:
             return
         end = time.monotonic() + seconds
@@ -186,11 +189,11 @@ class HeldPrefixes:
 
     @property
     def num_bytes_on_disk(self) -> int:
-        """Bytes of all files; 0: none are written."""
+        """The bytes of all prefix files; 0 if prefixes are not written to disk."""
         return 0 if self._disk is None else self._disk.files.num_bytes
 
     def write_some(self) -> bool:
-        """Hand one segment that is not on disk to the writer; return whether there was one."""
+        """Hand one segment that is not on disk to the writer; return False if there is none."""
         disk = self._disk
         if disk is None or not disk.files.takes_more:
             return False
@@ -206,7 +209,10 @@ class HeldPrefixes:
         return False
 
     def _write_one(self, disk: _Disk, slot: int, number: int) -> bool:
-        """Hand a slot's segment, and states at its end, to the writer; False: nothing is left."""
+        """Hand a slot's segment, and states at its end, to the writer unless they are on disk.
+
+        Returns False if nothing was handed over.
+        """
         files, key, first = disk.files, self._keys[slot][number], number * SEGMENT_TOKENS
         found = {}
         if not files.has(key):

@@ -34,7 +34,7 @@ class Processor(Protocol):
         """Write a conversation as text, with a placeholder for each image."""
 
     def __call__(self, *, text: Sequence[str], images: Sequence[object], **options: Any) -> Any:
-        """Return what a model's forward takes of a text with images, by name."""
+        """Return the inputs of a model's forward for a text with images, by name."""
 
 
 class JoinedProcessor:
@@ -44,7 +44,7 @@ class JoinedProcessor:
     """
 
     def __init__(self, tokenizer: Tokenizer, image_processor: Any, image_token_id: int) -> None:
-        """Take both parts, and the id of the placeholder that a template writes for an image."""
+        """Use both parts; `image_token_id` is the placeholder that a template has for an image."""
         self._tokenizer, self._images = tokenizer, image_processor
         self._image_token_id = image_token_id
 
@@ -53,7 +53,10 @@ class JoinedProcessor:
         return self._tokenizer.apply_chat_template(conversation, **options)
 
     def __call__(self, *, text: Sequence[str], images: Sequence[object], **options: Any) -> Any:
-        """Return the ids of one text, its placeholders repeated, and what its images are."""
+        """Return one text's ids and the images' inputs, by name.
+
+        Each placeholder in the ids is repeated for all patches of its image.
+        """
         encoded = dict(self._images(images=images, return_tensors="np"))
         counts = encoded["image_grid_thw"].prod(-1) // self._images.merge_size**2
         (written,) = self._tokenizer(list(text), add_special_tokens=False)["input_ids"]
@@ -103,7 +106,7 @@ def _no_processor(source: str, why: str) -> str:
 
 
 def require_pillow() -> None:
-    """Raise `ConfigError` unless images can be opened."""
+    """Raise `ConfigError` unless Pillow, which opens images, is installed."""
     try:
         import PIL  # noqa: F401
     except ImportError as error:
@@ -111,9 +114,9 @@ def require_pillow() -> None:
 
 
 def open_image(source: "str | Path | bytes | Image", name: str = "") -> "Image":
-    """Return an image as RGB; `name` is what error messages call it.
+    """Return an image as RGB; error messages call it `name`.
 
-    Raises `ConfigError` for a source that is no image, or has more than `MOST_PIXELS` pixels.
+    Raises `ConfigError` if the source is not an image or has more than `MOST_PIXELS` pixels.
     """
     require_pillow()
     from PIL import Image, ImageOps
@@ -167,7 +170,10 @@ def _read(path: Path) -> bytes:
 def write_prompt(
     processor: Processor, text: str, images: "Sequence[Image]", image_token_id: int
 ) -> ImagePrompt:
-    """Return the tokens that a processor writes for a prompt with images; raises `ConfigError`."""
+    """Return a prompt with images as tokens and inputs of the model, written by its processor.
+
+    Raises `ConfigError` if the processor fails.
+    """
     try:
         encoded = dict(processor(text=[text], images=list(images), return_tensors="np"))
     except Exception as error:  # a processor is a program that came with the model
@@ -182,9 +188,10 @@ def write_prompt(
 
 
 def _keys(ids: tuple[int, ...], images: "Sequence[Image]", image_token_id: int) -> tuple[int, ...]:
-    """Return the ids, with negative numbers by content in place of images' placeholders.
+    """Return the ids, with a negative hash of each image in place of the image's placeholders.
 
-    A run of placeholders is an image; if the counts differ, all share one number for all images.
+    Consecutive placeholders are one image. If there are more or fewer such groups than images, all
+    placeholders get one hash of all images.
     """
     digests = [hashlib.blake2b(f"{one.size}".encode() + one.tobytes()).digest() for one in images]
     runs = [

@@ -1,4 +1,4 @@
-"""Where prefixes of prompts are kept on disk, and for which model. Loads no torch: see `open`."""
+"""The directory for prefixes of prompts on disk. Loads torch only in `open`."""
 
 import logging
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ _PROBE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class KeptPrefixes:
-    """A directory for prefixes, and its size limit."""
+    """A directory in which prefixes of prompts are kept, and its size limit."""
 
     directory: Path
     limit_bytes: int
 
     def open(self, model: "PreTrainedModel", pool: "SlotPool") -> "PrefixFiles | None":
-        """Return the prefix files of a model in its present form; None, with a log line: none are
-        kept.
+        """Return the prefix files of a model in its present form.
 
-        The model is identified by the keys and values of some tokens, bit by bit: they change with
-        its weights, its formats, the instruction set and Tandem's code. The pool is empty before
-        and after.
+        The keys and values of some tokens, bit by bit, identify the model: they change with its
+        weights, its formats, the instruction set and Tandem's code. The pool must be empty, and is
+        empty afterwards. If the pool's slots cannot be written to disk, logs a warning and returns
+        None.
         """
 
         from tandem.hf.identity import model_identity

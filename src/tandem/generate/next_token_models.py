@@ -1,4 +1,4 @@
-"""What a decode loop asks of a model that writes token by token: context, end, adapters."""
+"""The properties of a model that a decode loop needs: context, vocabulary, end tokens, adapters."""
 
 from transformers import GenerationMixin
 
@@ -8,9 +8,9 @@ from tandem.foreign_types import PreTrainedModel
 
 
 def without_adapters_wrapper(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the Transformers model inside a PEFT model: the adapters are in its layers.
+    """Return the Transformers model inside a PEFT model; its layers contain the adapters.
 
-    Raises `UnsupportedModelError` for adapters that are a prefix of the prompt instead.
+    Raises `UnsupportedModelError` for adapters that are not in layers but precede the prompt.
     """
     if not (hasattr(model, "get_base_model") and hasattr(model, "peft_config")):
         return model
@@ -24,7 +24,7 @@ def without_adapters_wrapper(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def adapter_state(model: PreTrainedModel) -> tuple[object, ...]:
-    """Return the state of a model's adapters; results computed in another state are invalid."""
+    """Return the state of a model's adapters; keys and values of another state are invalid."""
     if not hasattr(model, "peft_config"):
         return ()
     return tuple(
@@ -36,7 +36,7 @@ def adapter_state(model: PreTrainedModel) -> tuple[object, ...]:
 
 
 def require_next_token_model(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` unless a model writes token by token."""
+    """Raise `UnsupportedModelError` unless a model generates text token by token."""
     name = type(model).__name__
     if not model.can_generate():
         raise UnsupportedModelError(f"{name} cannot generate text")

@@ -1,9 +1,8 @@
-"""Decides how much of a prompt is computed between two tokens of streams, so that these keep
-flowing.
+"""Decides how many prompt tokens are computed between two tokens of the streams of tokens.
 
-Knows only the durations that the scheduler reports. A gap between two tokens of a stream is a
-prefill chunk and a decode step. Chunks are as long as the gap allows, judging by the latest ones;
-after a chunk follow as many decode steps as give streams their share of the time.
+Knows only the durations that the scheduler reports. A gap between two tokens of a stream consists
+of a prefill chunk and a decode step. Chunks are as long as the gap allows, judging by the latest
+chunks; after a chunk follow enough decode steps to give streams their share of the time.
 """
 
 # Weight of the latest decode step in the usual duration. A slow step counts less: the first ones
@@ -24,11 +23,11 @@ _LEAST_SPREAD = 0.1
 
 
 class ChunkCosts:
-    """Estimates a chunk's seconds: a fixed part, and a part for each token.
+    """Estimates a chunk's seconds as a fixed cost and a cost per token.
 
-    The fixed part is large where a few tokens read most experts, so that a shorter chunk saves
-    little: 0.8 s of 17 GB of weights, where each of 128 tokens takes 8 ms more. Least squares over
-    the latest chunks.
+    The fixed cost is large where a few tokens read most experts, so that a shorter chunk saves
+    little: 0.8 s for 17 GB of weights, while each of 128 tokens takes 8 ms more. The estimate is by
+    least squares over the latest chunks.
     """
 
     def __init__(self) -> None:
@@ -41,9 +40,10 @@ class ChunkCosts:
         self._sums = [_KEPT * old + new for old, new in zip(self._sums, terms, strict=True)]
 
     def tokens_within(self, seconds: float) -> float:
-        """Return the tokens of a chunk of this duration.
+        """Return the number of tokens of a chunk that takes `seconds`.
 
-        If hardly any fit beside the fixed part, chunks take twice as long as that.
+        If the fixed cost leaves room for hardly any token, the chunk may take twice the fixed cost
+        instead.
         """
         weight, tokens, total, squares, products = self._sums
         mean_tokens, mean_seconds = tokens / weight, total / weight
@@ -75,7 +75,7 @@ class Pace:
         return self._owed_seconds <= 0
 
     def chunk_tokens(self, most: int) -> int:
-        """Return how many prompt tokens are computed at once, at most `most`."""
+        """Return the size of the next chunk in tokens, at most `most`."""
         if self._num_tokens == 0:
             self._num_tokens = most / 4  # nothing is measured yet
         self._num_tokens = min(max(self._num_tokens, _LEAST_TOKENS), most)
@@ -84,10 +84,12 @@ class Pace:
     def prefilled(
         self, num_tokens: int, seconds: float, *, part: float = 1.0, has_decoded: bool = False
     ) -> None:
-        """Record a chunk's duration; only its cost counts if no streams run.
+        """Record a chunk's duration.
 
-        `part` is the streams' share of all running requests: each request has equal time if streams
-        then have less. `has_decoded`: the chunk's forward also gave each stream a token.
+        `part` is the streams' share of all running requests, 0 if no streams run: then only the
+        estimate of a chunk's cost changes. If `part` is less than `stream_share`, streams get
+        `part` of the time, so that all requests get equal time. `has_decoded` tells whether the
+        chunk's forward also gave each stream a token.
         """
         if num_tokens > 0 and seconds > 0:
             self._costs.note(num_tokens, seconds)
@@ -105,7 +107,11 @@ class Pace:
         self._num_tokens = num_tokens * change
 
     def decoded(self, seconds: float) -> None:
-        """Record a decode step's duration; a slow one counts as a usual one, or half."""
+        """Record a decode step's duration.
+
+        The duration counts towards the streams' share of the time. A slow step counts as a usual
+        step, or as half its own duration if that is more.
+        """
         usual = self._decode_seconds or seconds
         self._owed_seconds -= max(min(seconds, usual), seconds / 2)
         newest = _NEWEST_IF_SLOW if seconds > usual else _NEWEST

@@ -1,7 +1,7 @@
-"""Chooses what is prefilled in a step: the next tokens of one prompt or of several.
+"""Chooses the prompt tokens of each step: the next tokens of one prompt or of several.
 
-Where one forward computes tokens of any slots, a chunk holds those of several prompts, and the
-scheduler adds the next token of each stream, so that all of them read the experts once.
+Where one forward can compute tokens of any slots, a chunk holds tokens of several prompts, and the
+scheduler adds the next token of each stream, so that all of these tokens read the experts once.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class ChunkPart(NamedTuple):
 
 
 class PrefillChunks:
-    """Cuts prompts into chunks, and puts several into one."""
+    """Cuts prompts into chunks; a chunk may hold parts of several prompts."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class PrefillChunks:
         chunk_tokens: int = CHUNK_TOKENS,
         merges_prompts: bool = False,
     ) -> None:
-        """Cut a model's prompts for a pool; the arguments are those of `Scheduler`."""
+        """Cut a model's prompts for a pool; see `Scheduler` for the arguments."""
         self._pool, self._prefixes, self._pace = pool, prefixes, pace
         self._chunk_tokens = chunk_tokens if pool.can_prefill_in_chunks else 1 << 62
         self._merges_prompts = merges_prompts
@@ -57,7 +57,7 @@ class PrefillChunks:
     def next(
         self, prompts: Sequence[Running], counts: BatchCounts, *, num_streams: int
     ) -> list[ChunkPart]:
-        """Return the next chunk beside this many streams; count tokens that need no computing."""
+        """Return the next chunk, while `num_streams` streams decode; record reused tokens."""
         if not prompts or not self._may_prefill(num_streams):
             return []
         size = self._size(num_streams)
@@ -84,10 +84,11 @@ class PrefillChunks:
         return chunk
 
     def _in_order(self, prompts: Sequence[Running], size: int) -> list[Running]:
-        """Return prompts by priority, then in every second chunk those it can complete first.
+        """Return prompts by priority; within one priority, the order alternates between chunks.
 
-        The fewest remaining tokens come first among them. The other chunks serve prompts in turn,
-        so that a long prompt is not overtaken for ever.
+        Every second chunk begins with the prompts that it can complete, fewest remaining tokens
+        first. All other chunks serve prompts in turn, so that a long prompt is not overtaken for
+        ever.
         """
         self._completes_first = not self._completes_first
 
@@ -99,21 +100,21 @@ class PrefillChunks:
         return sorted(prompts, key=rank)
 
     def may_join(self, running: Running) -> bool:
-        """Whether a prompt's forward may compute streams' tokens, to the same bits."""
+        """Tell whether streams' tokens may join a prompt's forward, with bit-identical results."""
         return self._may_merge(running) and self._is_shared_alike and self._pool.may_join_prefill()
 
     def _may_merge(self, running: Running) -> bool:
-        """Whether a chunk may hold other prompts' tokens beside this one's."""
+        """Tell whether a chunk may hold tokens of this prompt and of other prompts."""
         if running.is_alone or running.prompt_logprobs is not None:
             return False
         return self._merges_prompts or self._is_shared_alike
 
     def _may_prefill(self, num_streams: int) -> bool:
-        """Whether it is a prompt's turn."""
+        """Tell whether a prompt's chunk may run now, or streams must come first."""
         return self._pace is None or num_streams == 0 or self._pace.may_prefill
 
     def _size(self, num_streams: int) -> int:
-        """Return how many prompt tokens are computed now."""
+        """Return the largest number of prompt tokens for the next chunk."""
         if num_streams == 0 or not self._is_alike_however_cut:
             return self._chunk_tokens
         if self._pace is not None:
@@ -121,9 +122,10 @@ class PrefillChunks:
         return max(1, self._chunk_tokens // _SHORTER_BESIDE_OTHERS)
 
     def _find(self, running: Running, counts: BatchCounts, *, is_alone: bool) -> bool:
-        """Use what other slots and the disk have of a prompt; return whether to go on computing.
+        """Reuse a prompt's tokens from other slots and the disk; return whether to compute now.
 
-        If others wait for their tokens, the next step reads the rest from disk.
+        If other requests wait for tokens, only a few segments are read from disk in this step; the
+        prompt is not computed until all are read.
         """
         gained = self._prefixes.catch_up(running)
         if running.on_disk:

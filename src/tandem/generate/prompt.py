@@ -30,7 +30,7 @@ def encode_messages(
 ) -> list[int] | ImagePrompt:
     """Return a conversation as token ids, with its images if it has any.
 
-    Raises `ConfigError`, and `UnsupportedModelError` for images that the model cannot take.
+    Raises `ConfigError`, and `UnsupportedModelError` for images if the model reads none.
     """
     turns, images = without_images(messages)
     if not images:
@@ -54,8 +54,8 @@ def encode_conversation(
 ) -> list[int]:
     """Return the token ids of a prompt for the next assistant message.
 
-    Without a chat template the messages are joined as plain text, for base models to continue.
-    Raises `ConfigError` for text that surely exceeds `most_tokens`.
+    Without a chat template the messages are joined as plain text, which base models continue.
+    Raises `ConfigError` for an empty prompt, and for text that surely exceeds `most_tokens`.
     """
     texts = [str(message["content"]) for message in messages]
     require_room(tokenizer, sum(map(len, texts)), most_tokens)

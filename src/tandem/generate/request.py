@@ -1,4 +1,4 @@
-"""One prompt and its options. Loads no torch, because it travels through a pipe."""
+"""One prompt and its options. Loads no torch, because requests are sent through a pipe."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,23 +12,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A generation request: APIs fill it, the engine process takes it and the scheduler runs it."""
+    """A generation request: an API creates it, and the engine process's scheduler runs it."""
 
     request_id: int = 0
     """Identifies the request in token outputs; the submitter assigns it."""
     prompt: tuple[int, ...]
     options: SamplingOptions = field(default_factory=SamplingOptions)
     images: "ImagePrompt | None" = None
-    """The images of the prompt; `prompt` is then `images.ids`."""
+    """The prompt with its images, if it has any; `prompt` must then be `images.ids`."""
     grammar: str | None = None
     """The grammar of the answer in the grammar library's format; None allows any text."""
     thinking: ThinkingLimit | None = None
     num_top_logprobs: int | None = None
-    """The number of alternatives with each token's log-probability; None: no log-probabilities."""
+    """How many likeliest tokens to report with each token's log-probability; None: no
+    log-probabilities."""
     has_prompt_logprobs: bool = False
-    """Whether prompt tokens have log-probabilities too; no prefix is reused then."""
+    """Whether to report log-probabilities of prompt tokens; no prefix is then reused."""
     is_prompt_only: bool = False
-    """Whether the request ends before its first token: only the prompt is computed."""
+    """Whether to compute only the prompt, and end the request without a token."""
     keeps_special: bool = False
     """Whether the text contains special tokens, for programs that parse it."""
     may_speculate: bool = True
@@ -36,7 +37,7 @@ class Request:
     priority: int = 0
     """Requests with lower numbers run first."""
     owner: bytes = b""
-    """The owner: nothing that other owners' requests left is reused."""
+    """The request's owner; prefixes left by requests of other owners are not reused."""
 
     @property
     def keys(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A request in a sequence slot: its text, end and log-probabilities, token by token."""
+"""A request in a sequence slot, and its answer so far: text, end and log-probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from tandem.generate.token_output import TokenLogprob, TokenOutput
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request in a sequence slot."""
+    """A request in a sequence slot, and its answer so far."""
 
     request: Request
     slot: int
@@ -68,8 +68,9 @@ class Running:
     def output(
         self, token: int | None, text: str, logprob: TokenLogprob | None = None
     ) -> TokenOutput:
-        """Return the output of a step: a token (None: the answer ended without one) and its
-        text.
+        """Return a step's output: a token, and the text that is now certain.
+
+        `token` is None if the answer ends without a token.
         """
         told, self.prompt_logprobs = self.prompt_logprobs, None
         return TokenOutput(
@@ -87,8 +88,9 @@ class Running:
         )
 
     def note_prompt(self, logits: Tensor, first: int) -> None:
-        """Record log-probabilities of prompt tokens, those after each of logits (n_tokens,
-        vocabulary).
+        """Record the log-probabilities of the prompt tokens from position `first` + 1 on.
+
+        `logits` (n_tokens, vocabulary) are the logits after the tokens from position `first` on.
         """
         assert self.prompt_logprobs is not None
         prompt, num_top = self.request.prompt, self.request.num_top_logprobs or 0
@@ -98,7 +100,7 @@ class Running:
         ]
 
     def _rest(self) -> str:
-        """Return the text that was held back, at the end."""
+        """Return the text that was held back; call this at the answer's end."""
         if self.text is None or self.stop.is_met:
             return ""
         rest = self.stop.add(self.text.finish())

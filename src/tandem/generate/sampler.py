@@ -1,7 +1,7 @@
-"""Chooses the next token of each sequence: native code applies the rule, in passes over the scores.
+"""Chooses the next token of each sequence; native code applies the rule in passes over the scores.
 
-Sorting 150,000 scores takes 13 ms. A cut needs no order, only the least weight that stays, which is
-found by halving: `csrc/sampling.hpp`.
+Scores are not sorted, which would take 13 ms for 150,000 scores: a cut such as top-p only needs the
+least weight that it keeps, which is found by halving (`csrc/sampling.hpp`).
 """
 
 import random
@@ -20,9 +20,9 @@ class Sampler:
     """Applies one sampling rule to a batch; each sequence draws from its own random numbers."""
 
     def __init__(self, rule: SamplingRule, batch: int, seed: int | None, *, isa: str = "") -> None:
-        """Seed sequence i with `seed` + i, so that its text does not depend on the others.
+        """Seed sequence i with `seed` + i, so that its text does not depend on other sequences.
 
-        `isa` names the kernels' instruction set; "" takes the best.
+        `isa` names the kernels' instruction set; "" selects the best.
         """
         self._has_penalty = rule.repetition_penalty not in (None, 1.0)
         self._is_greedy = rule.temperature == 0
@@ -54,7 +54,7 @@ class Sampler:
 
 
 class _SeenTokens:
-    """The distinct tokens of a growing history; each of its tokens is processed once."""
+    """The distinct tokens of a growing history; `note` reads each token of the history once."""
 
     def __init__(self) -> None:
         self.ids = array("q")

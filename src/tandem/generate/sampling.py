@@ -1,4 +1,4 @@
-"""Sampling options of an answer, and the rule that follows from them."""
+"""Sampling options of an answer, and the sampling rule that results from them."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,7 +35,7 @@ _LEAST_SHARE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class SamplingRule:
-    """The operations on the next token's scores, in this order; None skips one."""
+    """The operations on the next token's scores, in this order; None skips an operation."""
 
     repetition_penalty: float | None = None
     temperature: float = 0.0
@@ -47,7 +47,7 @@ class SamplingRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Options of one answer; None leaves the value of the model's own generation config."""
+    """Options of one answer; None means the value in the model's own generation config."""
 
     max_new_tokens: int = option(512, help="longest answer in tokens", metavar="N")
     temperature: float | None = option(
@@ -79,7 +79,7 @@ class SamplingOptions:
     ignore_eos: bool = False
     """Whether generation continues after end-of-sequence tokens."""
     min_tokens: int = 0
-    """The least number of tokens before a token or a stop string may end the answer."""
+    """The number of tokens that must come before an end token or a stop string ends the answer."""
     presence_penalty: float = 0.0
     """Subtracted from the score of every token that the answer already contains."""
     frequency_penalty: float = 0.0
@@ -88,7 +88,7 @@ class SamplingOptions:
     """(token id, value added to its score)"""
 
     def __post_init__(self) -> None:
-        """Check every range; `ConfigError` names the field, the value and what is expected."""
+        """Check every range; a `ConfigError` names the field, its value and the expected values."""
         require_range("max_new_tokens", self.max_new_tokens, 1, what="a number of tokens")
         if self.temperature is not None:
             require_range("temperature", self.temperature, 0)
@@ -109,7 +109,7 @@ class SamplingOptions:
         require_range("min_tokens", self.min_tokens, 0, what="a number of tokens")
 
     def end_ids(self, of_model: frozenset[int]) -> frozenset[int]:
-        """Return the token ids that end the answer; `of_model` are those of the model."""
+        """Return the token ids that end the answer; `of_model` are the model's end tokens."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else of_model)
 
     def is_sampled(self, model_samples: bool) -> bool:
@@ -121,7 +121,7 @@ class SamplingOptions:
         return model_samples and self.seed is None
 
     def rule(self, generation_config: GenerationConfig) -> SamplingRule:
-        """Return the sampling rule: these options, else those of the model's generation config."""
+        """Return the sampling rule; options that are None come from `generation_config`."""
         penalty = self._given_or("repetition_penalty", generation_config)
         if not self.is_sampled(bool(generation_config.do_sample)):
             return SamplingRule(penalty)

@@ -1,17 +1,17 @@
 """Continuous batching: requests join a running batch at any step, and leave it at any step.
 
-One step is at most one prefill chunk, and one token for every request that is past its prompt.
-Prompts take turns chunk by chunk, so a long one delays neither the streams nor the short prompts
-behind it. A request finds its prompt's prefix in the KV cache if a slot holds it. A single prompt
-is a batch of one.
+One step is at most one prefill chunk, and one token for every request whose prompt is complete.
+Prompts take turns chunk by chunk, so a long prompt delays neither streams of tokens nor short
+prompts that arrive later. A request reuses its prompt's prefix if the KV cache holds one. A single
+prompt is a batch of one.
 
 A chunk may hold tokens of several prompts, and the next token of each stream. If its forward fails,
-the prompts are computed one by one, so that only the one to blame fails.
+the prompts are computed one by one, so that only the prompt that causes the error fails.
 
-A request's answer does not depend on what else is in the batch. Its tokens are drawn from its own
-random numbers, and the packed kernels are batch-invariant, so that a prompt may be cut anywhere.
-Where a model's linear layers are not packed, torch's products depend on the batch size: there a
-prompt is cut at fixed places and runs alone, and the last bits of logits may still differ.
+A request's answer does not depend on the other requests in the batch. Its tokens are drawn from its
+own random numbers, and the packed kernels are batch-invariant, so that a prompt may be cut
+anywhere. Where a model's linear layers are not packed, torch's products depend on the batch size:
+there a prompt is cut at fixed places and runs alone, and the last bits of logits may still differ.
 """
 
 import time
@@ -40,7 +40,7 @@ from tandem.kv_cache.prefix_files import PrefixFiles
 
 
 class Scheduler:
-    """Answers requests together. One thread calls it."""
+    """Answers requests together. Only one thread may call it."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class Scheduler:
         pace: Pace | None = None,
         follow_grammar: FollowGrammar = no_grammars,
     ) -> None:
-        """Serve as many requests at a time as `pool` has slots; more wait, in their order.
+        """Serve as many requests at a time as `pool` has slots; further requests wait.
 
-        With `merges_prompts` a prefill chunk may hold several prompts even where their last bits
-        depend on each other.
-        `speculation` drafts tokens where verifying them cannot change an answer. Beginnings of
-        prompts are kept in `files`, too: see `prefixes`. `pace` bounds how long streams wait for
-        prompts, where these may be cut anywhere; requests of a lower priority number go first.
+        With `merges_prompts` a prefill chunk may hold several prompts even where the last bits of
+        their logits then depend on each other. `speculation` drafts tokens where verifying them
+        cannot change an answer. Prefixes of prompts are also kept in `files`: see `prefixes`.
+        `pace` limits how long streams wait for prompts, if prompts may be cut anywhere. Requests
+        with a lower priority number come first.
         """
         self._model, self._tokenizer, self._pool = model, tokenizer, pool
         self._pace, self._follow_grammar = pace, follow_grammar
@@ -70,7 +70,7 @@ class Scheduler:
             speculation.follow(pool)
         self._last_used = [0.0] * pool.num_slots
         self.prefixes = HeldPrefixes(pool, files)
-        """The prefixes that slots hold; those to keep on disk are written between steps."""
+        """The prefixes in slots and on disk; between steps the caller should call `write_some`."""
         self._chunks = PrefillChunks(
             model, pool, self.prefixes, pace, chunk_tokens=chunk_tokens,
             merges_prompts=merges_prompts,
@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def max_running(self) -> int:
-        """How many requests run at a time."""
+        """The largest number of requests that run at a time."""
         return self._pool.num_slots
 
     @property
@@ -99,18 +99,18 @@ class Scheduler:
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Bytes that the KV cache takes now; None if it is not Tandem's."""
+        """The present size of the KV cache in bytes; None if it is not Tandem's."""
         return self._pool.num_bytes
 
     @property
     def has_work(self) -> bool:
-        """Tell whether a step would do anything."""
+        """Whether there are running or waiting requests."""
         return bool(self.num_running or self.num_waiting)
 
     def add(self, request: Request) -> None:
         """Queue a request; it joins at the next step if a slot is free.
 
-        Raises `ConfigError` for a prompt that the model cannot take.
+        Raises `ConfigError` if the prompt is empty, too long or has unknown token ids.
         """
         room(self._model, request.prompt)
         self._waiting.add(request.request_id, request.priority, request)
@@ -123,7 +123,7 @@ class Scheduler:
         return running is not None or self._waiting.drop([request_id]) > 0
 
     def interrupt(self, request_id: int) -> TokenOutput | None:
-        """Drop a request; return the text that was held back, or None if it was not running."""
+        """Drop a request; return its held-back text as an output, None if it was not running."""
         running = self._running(request_id)
         if running is None:
             self.cancel(request_id)
@@ -136,11 +136,12 @@ class Scheduler:
         return next((one for one in running if one.request.request_id == request_id), None)
 
     def step(self) -> list[TokenOutput]:
-        """Prefill a chunk and decode a token for each request that is past its own prompt.
+        """Prefill a chunk, and decode a token for each request whose prompt is complete.
 
-        Raises `StepFailedError` if that failed for some requests. They are dropped; the others go
-        on: a prompt fails alone where it can be computed alone, requests that decode together fail
-        together if the model itself does, and alone if only the choice of their token does.
+        Raises `StepFailedError` if this fails for some requests, which are dropped; all others
+        continue. A prompt fails alone where it can be computed alone. Requests that decode together
+        fail together if the model's forward fails; a request whose next token cannot be chosen
+        fails alone.
         """
         self._admit()
         token_outputs = []
@@ -161,7 +162,7 @@ class Scheduler:
     def _attempt(
         self, requests: list[Request], work: Callable[[], list[TokenOutput]]
     ) -> list[TokenOutput]:
-        """Process some requests; on an error drop them and record why."""
+        """Call `work` for some requests; on an error, drop them and record the failure."""
         try:
             return work()
         except Exception as error:
@@ -172,7 +173,10 @@ class Scheduler:
             return []
 
     def _prefill_or_part(self, chunk: list[ChunkPart], joining: list[Running]) -> list[TokenOutput]:
-        """Compute a chunk with the streams' next tokens; if it fails, its prompts one by one."""
+        """Compute a chunk and the streams' next tokens; after an error, mark prompts to run alone.
+
+        Streams whose slots cannot be cut back to before the error are dropped.
+        """
         prompts = [running for running, _ in chunk]
         if len(chunk) + len(joining) == 1 or not self._pool.can_prefill_in_chunks:
             requests = [one.request for one in prompts]
@@ -237,9 +241,9 @@ class Scheduler:
         return []
 
     def _prefill(self, chunk: list[ChunkPart], joining: list[Running]) -> list[TokenOutput]:
-        """Run the next tokens of some prompts and of the streams that join them.
+        """Compute a chunk's prompt tokens, and the next tokens of the streams that join it.
 
-        Returns the next tokens of prompts that are complete, and of these streams.
+        Returns the outputs of prompts that are now complete, and of the joining streams.
         """
         start, part = time.perf_counter(), len(self._decoding) / self.num_running
         num_tokens = sum(end - one.num_done for one, end in chunk)
@@ -314,7 +318,7 @@ class Scheduler:
         )
 
     def _verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append tokens to slots; return the logits after each: (n_tokens, vocabulary)."""
+        """Append tokens to slots; return the logits after each token: (n_tokens, vocabulary)."""
         start = time.perf_counter()
         logits = self._pool.verify(tokens)
         step = self._pool.step
@@ -325,7 +329,7 @@ class Scheduler:
     def _choose_all(
         self, running: Running, draft: Sequence[int], logits: Tensor
     ) -> list[TokenOutput]:
-        """Choose a request's next tokens while they match the drafted ones, and one more."""
+        """Choose a request's tokens as long as they match the drafted tokens, and one more."""
         token_outputs, num_kept = [], 0
         running.drafted += len(draft)
         for drafted in (*draft, None):
@@ -343,7 +347,7 @@ class Scheduler:
     def _choose(
         self, running: Running, logits: Tensor, drafted: int | None = None
     ) -> list[TokenOutput]:
-        """Choose a request's next token, possibly the drafted one, from logits (1, vocabulary)."""
+        """Choose a request's next token from logits (1, vocabulary); `drafted` is its draft."""
         request, scores = running.request, logits
         for constraint in running.constraints:
             scores = constraint.restrict(scores)

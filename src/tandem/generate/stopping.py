@@ -1,13 +1,13 @@
-"""Stop strings in streamed text: no part of one is ever emitted."""
+"""Stop strings in streamed text: no part of a stop string is ever emitted."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Emits text until a stop string begins; holds back what may become one."""
+    """Emits text until a stop string begins; holds back text that may be a stop string's start."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """Look for any of `strings`; without strings everything passes at once."""
+        """Look for any of `strings`; without strings, all text is emitted at once."""
         self._strings = tuple(strings)
         self._held = ""
         self.met: str | None = None
@@ -19,7 +19,7 @@ class StopStrings:
         return self.met is not None
 
     def add(self, piece: str) -> str:
-        """Add the next piece of text; return what can be emitted: nothing after a stop."""
+        """Add the next piece of text; return the text to emit, which is empty after a stop."""
         if self.is_met or not self._strings:
             return "" if self.is_met else piece
         text = self._held + piece
@@ -33,7 +33,7 @@ class StopStrings:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """Return what is held back: the text has ended, so it was no stop string."""
+        """Return the text held back; call this at the end, when no stop string can follow."""
         held, self._held = self._held, ""
         return held
 

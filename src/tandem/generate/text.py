@@ -1,4 +1,4 @@
-"""Converts tokens to text as they come: never half a character, and never text taken back."""
+"""Converts tokens to text as they come: never half a character, and returned text never changes."""
 
 from tandem.foreign_types import Tokenizer
 
@@ -8,10 +8,10 @@ _MAX_HELD_TOKENS = 8
 
 
 class TextStream:
-    """Converts a growing list of token ids to pieces that add up to the whole text."""
+    """Converts token ids, one by one, to pieces of text that together are the whole text."""
 
     def __init__(self, tokenizer: Tokenizer, *, keeps_special: bool = False) -> None:
-        """Decode with a Transformers tokenizer; special tokens are left out unless kept."""
+        """Decode with a Transformers tokenizer; omit special tokens unless `keeps_special`."""
         self._tokenizer = tokenizer
         self._skips_special = not keeps_special
         self._ids: list[int] = []
@@ -30,7 +30,7 @@ class TextStream:
         return text[len(before) :]
 
     def finish(self) -> str:
-        """Return what is still held back."""
+        """Return the text that is still held back."""
         before = self._decode(self._ids[self._context : self._done])
         text = self._decode(self._ids[self._context :])
         self._context = self._done = len(self._ids)

@@ -1,6 +1,6 @@
-"""Limits a model's reasoning: after a number of tokens its end mark is inserted.
+"""Limits a model's reasoning: after a number of tokens, the mark that ends it is inserted.
 
-Loads no torch, because `ThinkingLimit` travels through a pipe.
+Loads no torch, because `ThinkingLimit` objects are sent through a pipe.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _MARK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingLimit:
-    """The most tokens of reasoning of an answer, and the marks around them."""
+    """The largest number of reasoning tokens in an answer, and the marks around the reasoning."""
 
     num_tokens: int
     begin: str
@@ -30,7 +30,7 @@ class ThinkingLimit:
 
 
 class BoundedThinking:
-    """One answer under a limit; a `Constraint` that forbids nothing before the limit."""
+    """Applies a limit to one answer: a `Constraint` that forbids no token before the limit."""
 
     def __init__(self, limit: ThinkingLimit, tokenizer: Tokenizer) -> None:
         """Start counting tokens."""
@@ -46,9 +46,10 @@ class BoundedThinking:
         self._forced = self._closing if limit.has_begun and limit.num_tokens == 0 else []
 
     def restrict(self, scores: "Tensor") -> "Tensor":
-        """Return scores (1, vocabulary), with -inf for all tokens but the one that must come.
+        """Return scores (1, vocabulary); if a token must come, all other tokens get -inf.
 
-        If a grammar forbids it, the closing mark may come alone, or the model chooses.
+        If a grammar forbids the closing text, the end mark alone is inserted; if the grammar
+        forbids the end mark too, scores are unchanged.
         """
         if not self._forced:
             return scores

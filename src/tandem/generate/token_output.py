@@ -1,5 +1,6 @@
-"""The outputs of a step, and a batch's counters. Loads no torch, because they travel through a
-pipe.
+"""The outputs of a step, and a batch's counters.
+
+Loads no torch, because these objects are sent through a pipe.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from tandem.generate.answer import FinishReason
 
 
 class TokenLogprob(NamedTuple):
-    """A token's log-probability and the likeliest tokens, by the model's own logits."""
+    """A token's log-probability, and the likeliest tokens, under the model's unchanged logits."""
 
     token_id: int
     logprob: float
@@ -23,7 +24,7 @@ class TokenOutput(NamedTuple):
     request_id: int
     text: str = ""
     token_id: int | None = None
-    """The token; None ends a request that asked for no tokens."""
+    """The token; None if the output only ends the request."""
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
     """None while the request continues."""
@@ -38,17 +39,17 @@ class TokenOutput(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The error of some requests that a step could not serve."""
+    """The error because of which a step has dropped some requests."""
 
     request_ids: tuple[int, ...]
     error: Exception
 
 
 class StepFailedError(Exception):
-    """A step failed for some requests, which are dropped; the outputs of the others are here."""
+    """A step failed for some requests, which are dropped; holds the other requests' outputs."""
 
     def __init__(self, failures: list[Failure], token_outputs: list[TokenOutput]) -> None:
-        """Carry failures and outputs; no request is in two failures."""
+        """Hold failures and outputs; a request must not be in two failures."""
         super().__init__("; ".join(str(failure.error) for failure in failures))
         self.failures = failures
         self.token_outputs = token_outputs
@@ -56,7 +57,7 @@ class StepFailedError(Exception):
 
 @dataclass(slots=True)
 class BatchCounts:
-    """A scheduler's counters; the help texts are those of the server's metrics."""
+    """A scheduler's counters; the server's metrics show their help texts."""
 
     prompt_tokens: int = option(0, help="prompt tokens that were computed")
     reused_tokens: int = option(0, help="prompt tokens that the KV cache held already")

@@ -1,4 +1,4 @@
-"""Notes that a model's decode steps have passed their trial, so that later starts try less.
+"""Notes on disk that a model's decode steps have passed their trial, so that later starts try less.
 
 A note is an empty file. Its name is a hash of everything that the outcome depends on: the model's
 config and modules, the formats of its weights, the instruction set, the versions of torch and
@@ -39,7 +39,7 @@ class TrialNote:
 
     @property
     def is_there(self) -> bool:
-        """Tell whether the steps have passed."""
+        """Whether the note exists: the model's decode steps have passed their trial."""
         return self._file.is_file()
 
     def write(self) -> None:
@@ -50,7 +50,7 @@ class TrialNote:
 
 
 def _parts(model: PreTrainedModel) -> Iterator[str]:
-    """Yield a model's parts and their formats."""
+    """Yield the names, classes and formats of a model's modules and experts."""
     for name, module in model.named_modules():
         kind = type(module)
         packed = module.packed.matrix.format if isinstance(module, PackedModule) else ""

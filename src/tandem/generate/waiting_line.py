@@ -1,7 +1,7 @@
 """Requests that wait for a sequence slot, ordered by priority number, then by arrival.
 
-A heap whose dropped entries stay until they reach its top or are half of it. So neither an arriving
-request nor thousands that leave at once cost time for each waiting request.
+Dropped entries stay in the heap until they reach its top or are about half of it. So an arrival
+costs no time for each waiting request, nor do thousands of requests that leave at once.
 """
 
 import heapq
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class WaitingLine(Generic[T]):
-    """Requests in their order, each with its number."""
+    """Waiting requests in their order, identified by number."""
 
     def __init__(self) -> None:
         """Start with an empty queue."""
@@ -33,14 +33,14 @@ class WaitingLine(Generic[T]):
         self._waiting[number] = arrival, request
 
     def pop(self) -> T:
-        """Remove and return the next request; `IndexError` if there is none."""
+        """Remove and return the next request; raises `IndexError` if there is none."""
         while True:
             entry = heapq.heappop(self._heap)
             if self._is_waiting(entry):
                 return self._waiting.pop(entry[2])[1]
 
     def drop(self, numbers: Iterable[int]) -> int:
-        """Remove requests from the queue if they are in it; return how many were."""
+        """Remove requests that are in the queue; return how many there were."""
         num_dropped = sum(self._waiting.pop(number, None) is not None for number in numbers)
         if len(self._heap) > 2 * len(self._waiting) + _FEW:
             self._heap = [*filter(self._is_waiting, self._heap)]

@@ -1,4 +1,4 @@
-"""The limits of Linux's control groups for a process. Reads files, nothing else."""
+"""The limits that Linux's control groups set for this process; only reads files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,8 +34,8 @@ def processor_quota(root: Path) -> float | None:
 def memory_left(root: Path) -> int | None:
     """Return the bytes that the process may still allocate; None: no limit.
 
-    Pages of files count as free, as in the system's MemAvailable: a model's file that was read
-    before does not count.
+    Pages of files count as free, as in the system's MemAvailable, so a model's file that was read
+    earlier does not reduce the result.
     """
     found = (_memory_left(group) for group in _groups(root, "memory"))
     return min((left for left in found if left is not None), default=None)

@@ -1,8 +1,9 @@
-"""How fast a disk gives experts: pieces at random places of files, several at once.
+"""Measures how fast a disk reads experts: pieces at random places of files, several at once.
 
-They are read past the system's cache (O_DIRECT), whose speed is the memory's, into huge pages, as
-slots are: into pages of 4 KB a virtual disk gives half its rate. Where a file system refuses that,
-or buffers all the same, each piece is dropped from the cache first, unless a process maps it.
+Pieces bypass the system's page cache (O_DIRECT), which has the speed of memory. They are read into
+huge pages, as slots consist of huge pages; into pages of 4 KB, a virtual disk reads at half the
+rate. Where a file system refuses O_DIRECT, or buffers in spite of it, each piece is dropped from
+the page cache before it is read, which has no effect while a process maps it.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ def measure_disk(
 ) -> DiskCosts | None:
     """Measure reads of experts from files, for `seconds` at each queue depth.
 
-    None if no file has at least a page. Raises `OSError`.
+    Returns None if no file has at least a page. Raises `OSError`.
     """
     sizes = {file: file.stat().st_size // _PAGE_BYTES * _PAGE_BYTES for file in files}
     piece = min(-(-expert_bytes // _PAGE_BYTES) * _PAGE_BYTES, _MOST_PIECE_BYTES)
@@ -102,7 +103,7 @@ def _reads_per_second(read: Read, depth: int, seconds: float, piece: int) -> flo
 
 
 def _huge_pages(num_bytes: int) -> memoryview:
-    """Return touched memory that begins at a huge page, if the system supports them."""
+    """Return touched memory that begins at a huge page, if the system supports huge pages."""
     memory = mmap.mmap(-1, 2 * _HUGE_PAGE_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""Finds out whether reads past the system's page cache (O_DIRECT) really bypass it.
+"""Finds out whether O_DIRECT reads really bypass the system's page cache.
 
-A file system may refuse them, or accept them and buffer silently. The test is residency: pages are
-dropped from the cache, read, and looked up there (mincore). The system reveals residency only for
-files that this process may write; other files, and pages that another process holds, are reported
-as resident. Unknown cases count as direct.
+A file system may refuse such reads, or accept but buffer them. The test is residency: pages are
+dropped from the cache, read, and looked up in the cache (mincore). The system reveals residency
+only for files that this process may write; it reports other files, and pages that another process
+holds, as resident. Unknown cases count as direct.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ Reads = Literal["direct", "refused", "silently buffered"]
 
 
 def how_reads_go(file: Path) -> Reads:
-    """Read a piece or two of a file; "refused" also for a file smaller than a page."""
+    """Test with a few pieces how a file is read; a file smaller than a page gives "refused"."""
     if not hasattr(os, "O_DIRECT"):  # not Linux
         return "refused"
     try:
@@ -57,7 +57,7 @@ def _try_reading(descriptor: int) -> Reads:
 
 
 def _num_cached(descriptor: int, place: int, num_bytes: int) -> int | None:
-    """Return how many of a file's pages are in the page cache; None if unknown."""
+    """Return how many pages of a range of a file are in the page cache; None if unknown."""
     libc = ctypes.CDLL(None, use_errno=True)
     states = (ctypes.c_ubyte * (num_bytes // mmap.PAGESIZE))()
     with mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY, offset=place) as pages:
@@ -69,7 +69,7 @@ def _num_cached(descriptor: int, place: int, num_bytes: int) -> int | None:
 
 
 def _lies_in_memory(descriptor: int) -> bool:
-    """Tell whether a file's file system consists of page cache alone."""
+    """Tell whether a file's file system exists only in the page cache, as tmpfs does."""
     number = os.fstat(descriptor).st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     try:

@@ -1,7 +1,8 @@
 """Chooses the processors for the CPU threads from Linux's files.
 
-One thread per fast core. Two hyper-threads share a core's multipliers, and all threads of a product
-wait for the last one: a thread on a slower core would keep the fast ones waiting.
+There is one thread per fast core. Two hyper-threads share a core's multipliers. All threads of a
+product wait for the slowest thread, so a thread on a slow core would delay the threads on fast
+cores.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,15 +23,15 @@ class Topology:
 
     usable: tuple[int, ...]
     cores: tuple[int, ...]
-    """One of `usable` for each physical core."""
+    """One usable processor for each physical core."""
     fast_cores: tuple[int, ...]
-    """Those of `cores` that are not much slower than the fastest."""
+    """The processors in `cores` that are not much slower than the fastest."""
     quota: float | None = None
     """A container's limit in processors; None without one."""
 
     @property
     def num_threads(self) -> int:
-        """The default number of threads; no more than a container's limit."""
+        """The default number of threads: the fast cores, but no more than a container's limit."""
         fast = len(self.fast_cores)
         return fast if self.quota is None else max(1, min(fast, int(self.quota)))
 
@@ -53,7 +54,7 @@ class Topology:
 
 
 def read_topology(usable: Collection[int], root: Path = ROOT) -> Topology:
-    """Read the files below `root`; without them each processor counts as a core."""
+    """Read the topology from files below `root`; without them each processor counts as a core."""
     processors = tuple(sorted(usable))
     cores = _one_per_core(processors, root / _CPUS)
     return Topology(processors, cores, _fast(cores, root), processor_quota(root))

@@ -1,6 +1,6 @@
-"""Linux inside Windows (WSL2), and other systems, recognised from their files.
+"""Recognises Linux inside Windows (WSL2), and other systems, from their files.
 
-Written from Microsoft's and NVIDIA's documents and users' reports; never run on such a PC.
+Written from Microsoft's and NVIDIA's documents and users' reports; never tested on a Windows PC.
 """
 
 import configparser
@@ -16,7 +16,7 @@ _GIB = 1 << 30
 
 
 def why_not_here(platform: str) -> str | None:
-    """Return one sentence for a `sys.platform` other than Linux; None on Linux."""
+    """Return one sentence on why Tandem cannot run on a `sys.platform`; None on Linux."""
     if platform == "linux":
         return None
     name = {"win32": "Windows", "darwin": "macOS"}.get(platform, platform)
@@ -27,7 +27,7 @@ def why_not_here(platform: str) -> str | None:
 
 
 def wsl_version(root: Path = ROOT) -> int | None:
-    """Return 1 or 2 inside Windows, None on any other machine."""
+    """Return the version of WSL, 1 or 2; None on any other machine."""
     try:
         release = (root / "proc/sys/kernel/osrelease").read_text().strip()
     except OSError:
@@ -60,7 +60,7 @@ def is_on_windows_drive(path: Path, root: Path = ROOT) -> bool:
 
 
 def memory_setting(root: Path = ROOT) -> str | None:
-    """Return `memory` of the first user's .wslconfig that sets it; None if none does.
+    """Return the `memory` setting of the first .wslconfig that has one; None if no file has it.
 
     Linux does not know which Windows user has started it, so every user's file is read.
     """
@@ -76,9 +76,9 @@ def memory_setting(root: Path = ROOT) -> str | None:
 
 
 def memory_advice(total_bytes: int, root: Path = ROOT) -> str:
-    """Return how to give WSL2 more of the PC's memory; `total_bytes` is what Linux sees.
+    """Return how to give WSL2 more of the PC's memory, of which Linux sees `total_bytes`.
 
-    By default that is half of the PC's memory; proposed is all but Windows' share.
+    By default WSL2 gets half of the PC's memory; the advice is all memory but Windows' share.
     """
     setting = memory_setting(root)
     if setting is not None:

@@ -1,7 +1,7 @@
 """The interface to Transformers: config, quantizer, experts function, loading and saving.
 
-Loads Transformers first: `tandem.registration` has then registered everything before any of it is
-used, whichever module a user imports first.
+Importing this package loads Transformers, so that `tandem.registration` has registered Tandem with
+it before any module of the package is used, whichever a user imports first.
 """
 
 import transformers.quantizers.auto  # noqa: F401

@@ -1,6 +1,4 @@
-"""Announces a model's experts to the store before any is read, and checks that memory holds
-them.
-"""
+"""Announces a model's experts to the store before any is read; checks that memory holds them."""
 
 from collections.abc import Iterator
 
@@ -25,7 +23,10 @@ def announce(
     module: ModelPart,
     expert_dtype: torch.dtype | ExpertFormat | None,
 ) -> HostLayer:
-    """Add a layer without values to a store for an experts module; `None` keeps its dtype."""
+    """Add a layer without values to a store for an experts module.
+
+    If `expert_dtype` is None, the experts keep the module's dtype.
+    """
     shapes = {p: tuple(t.shape) for p, t in module.named_parameters(recurse=False)}
     return store.add_layer(
         name,
@@ -45,9 +46,9 @@ def source_dtype_of(experts: dict[str, ModelPart], default: torch.dtype) -> torc
 def room_beside(
     store: HostStore, modules: dict[str, ModelPart], dense_bytes: int, dtype: torch.dtype
 ) -> int:
-    """Return the bytes that a model leaves free; nothing of it has been read yet.
+    """Return the memory that a model will leave free; must be called before weights are read.
 
-    Raises `CapacityError`, which says what would fit.
+    Raises `CapacityError`, which names formats that would fit.
     """
     source_dtype = source_dtype_of(modules, dtype)
     needed = store.expected_bytes(source_dtype) + dense_bytes

@@ -1,7 +1,7 @@
-"""Connects a loaded model to what computes its experts; the only place where the parts meet.
+"""Connects a loaded model to the executor of its experts, which is built here from its parts.
 
-Store, device, clock, planner and kernels do not know how the others are made; options choose them
-here.
+Store, device, clock, planner and kernels do not know how the other parts are made; this module
+alone chooses them, by the options.
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ def assemble(
 ) -> None:
     """Make a model's experts run as the options say from now on; raises `TandemError`.
 
-    `read_experts` is called once the dense parts have their memory, and brings the experts to where
-    they run from.
+    `read_experts` is called once the dense parts have their memory; it must read the experts into
+    the memory that they run from.
     """
     runtime.end_executor()
     runtime.choose(options)
@@ -73,9 +73,10 @@ def assemble(
 
 
 def _bring_dense_parts(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -> None:
-    """Pack linear layers as on the CPU if there are kernels, and move all but the embeddings.
+    """Pack linear layers if the GPU has kernels for them, and move the dense parts to the GPU.
 
-    A step reads all dense parts, so eight bits halve its time and memory.
+    Embeddings stay on the host if possible. A step reads all dense parts, so eight bits instead of
+    sixteen halve its time and memory.
     """
     device, fmt = runtime.device, parse_dense_dtype(options.dense_dtype)
     can_pack = is_quantised(model) and has_kernels()
@@ -88,30 +89,28 @@ def _bring_dense_parts(model: PreTrainedModel, runtime: Runtime, options: Offloa
 
 
 def _on_gpu_alone(model: PreTrainedModel, runtime: Runtime) -> Executor:
-    """Return the executor of a model without experts, all of which is on a GPU."""
+    """Return the executor of a dense model, all of which is on a GPU."""
     module = importlib.import_module(kind_of("cuda").machine)
     found: Executor = module.without_experts(model, runtime)
     return found
 
 
 def profile_of(model: PreTrainedModel, *, refresh: bool = False) -> HardwareProfile:
-    """Return this machine's profile for a loaded model; it is measured if missing, or on
-    `refresh`.
-    """
+    """Return this machine's profile for a loaded model; measure it if missing, or on `refresh`."""
     runtime = require_experts(model)
     with runtime.using(runtime.executor):  # measuring binds the experts modules to other experts
         return measured_profile(observe(model, runtime), refresh=refresh)
 
 
 def keep_profile_of(model: PreTrainedModel, profile: HardwareProfile) -> None:
-    """Replace the kept profile that `profile_of` returned."""
+    """Replace the kept profile that `profile_of` returns."""
     runtime = require_runtime(model)
     with runtime.using(runtime.executor):
         save_profile(profile, profile_path(observe(model, runtime)))
 
 
 def _hybrid(observed: ObservedModel, runtime: Runtime) -> HybridExecutor:
-    """Build the executor, its cache filled; an error leaves nothing pinned or limited."""
+    """Build the executor and fill its cache; an error closes the device and the look-ahead."""
     module = importlib.import_module(kind_of(observed.options.device).machine)
     with runtime.looking_ahead(_look_ahead(observed)) as ahead:
         if ahead is not None:
@@ -152,9 +151,9 @@ def _hybrid_on(parts: DeviceParts, observed: ObservedModel, runtime: Runtime) ->
 
 
 def _look_ahead(observed: ObservedModel) -> LookAhead | None:
-    """Return the sources that ask routers ahead; None if the options disable them.
+    """Return the look-ahead that the options request; None if they request none.
 
-    `UnsupportedModelError` if no router can be asked.
+    Raises `UnsupportedModelError` if the model's routers cannot be run ahead.
     """
     options = observed.options
     asked = options.prediction if options.prediction in SOURCES else None

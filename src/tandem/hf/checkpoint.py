@@ -100,7 +100,7 @@ def open_checkpoint(directory: Path, *, may_run_code: bool = False) -> Checkpoin
 
     Raises `ModelError` naming the first missing, truncated or damaged file, and
     `UnsupportedModelError` for a model type that Transformers does not know, unless `may_run_code`
-    allows its own code.
+    allows the model's own code.
     """
     config = read_json(directory, CONFIG_FILE)
     _check_model_type(directory, config, may_run_code=may_run_code)

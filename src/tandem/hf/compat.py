@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class QuantizerHooks:
-    """Quantizer methods whose name or signature has changed; subclasses override one of each."""
+    """Maps quantizer methods, which differ between versions, to two that subclasses override."""
 
     def prepare_config(self, config: PreTrainedConfig) -> None:
         """Prepare the model's config before the checkpoint's files are looked up."""
@@ -90,10 +90,10 @@ def is_expert_merge(converter: object) -> bool:
 
 
 def own_conversions(model: PreTrainedModel) -> list[WeightConverter | WeightRenaming]:
-    """Return weight conversions of a model that Transformers lacks for its class.
+    """Return weight conversions of a model that Transformers does not list for its class.
 
-    Those of experts that a checkpoint stores one by one, for adapters that know such; and those of
-    the class `BESIDE_TOWER`, whose text model this is, apart from prefixes of names.
+    They are those of experts that a checkpoint stores one by one (an adapter's `SEPARATE`), and
+    those of the model type `BESIDE_TOWER`, whose text model this is, except of name prefixes.
     """
     beside = getattr(model, "BESIDE_TOWER", None)
     known = [] if beside is None else get_checkpoint_conversion_mapping(beside) or []
@@ -140,7 +140,7 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Return the name of the cache in a model's arguments and outputs; it has changed in 5.24."""
+    """Return the name of the cache in a model's arguments and outputs; it changed in 5.24."""
     names = inspect.signature(model.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
 
@@ -170,7 +170,7 @@ def is_empty_cache_layer(layer: object) -> bool:
 def compresses_windows(layer: object) -> bool:
     """Tell whether a cache's layer has compressed keys beside a sliding window.
 
-    DeepSeek-V4's, whose classes are in its own file (not in 5.17).
+    True for DeepSeek-V4's layers, whose classes are in the model's own file (not in 5.17).
     """
     return hasattr(layer, "sliding_window") and hasattr(layer, "compress_rate")
 
@@ -186,15 +186,15 @@ def selects_by_head(layer: object) -> bool:
 def keeps_prompt(layer: object) -> bool:
     """Tell whether a cache's layer keeps a whole prompt, and a window of the decoded tokens.
 
-    Unlimited-OCR's, whose class is in its own file (not in 5.17).
+    True for Unlimited-OCR's layers, whose class is in the model's own file (not in 5.17).
     """
     return hasattr(layer, "sliding_window") and hasattr(layer, "prefill_length")
 
 
 def layers_again(config: PreTrainedConfig, layers: list[T]) -> list[T]:
-    """Return the layers that a forward passes a second time, in order; each pass has its own cache.
+    """Return the layers of a forward's additional passes, in order; each pass has its own cache.
 
-    Inkling 2's loop, whose code copies its cache's layers for it (not in 5.17).
+    For Inkling 2's loop, whose code copies the cache's layers for each pass (not in 5.17).
     """
     if not hasattr(config, "loop_num_passes"):
         return []
@@ -203,7 +203,7 @@ def layers_again(config: PreTrainedConfig, layers: list[T]) -> list[T]:
 
 
 def cache_layer_kinds(*names: str) -> tuple[type, ...]:
-    """Return those classes of cache layers with these names that exist (fewer in 5.17)."""
+    """Return the classes of cache layers with these names, as far as they exist (fewer in 5.17)."""
     return tuple(vars(cache_utils)[name] for name in names if name in vars(cache_utils))
 
 
@@ -222,8 +222,9 @@ def forget_positions(cache: object) -> None:
 def first_position_ids(model: PreTrainedModel, ids: Tensor, kwargs: dict[str, object]) -> Tensor:
     """Return the positions that `generate` gives a prompt's tokens (5.17 to today).
 
-    Models with images store on themselves the offset of a prompt's positions from its length. Their
-    next forward without positions would add it whatever its prompt is, so it is removed.
+    Models with images keep the offset of a prompt's positions from its length in an attribute. A
+    later forward without positions would add this offset to any prompt, so the old value is
+    restored.
     """
     noting = vars(getattr(model, "model", model))
     before = noting.get("rope_deltas")
@@ -246,8 +247,8 @@ def config_to_step(
 ) -> PreTrainedConfig:
     """Return a config's copy with an attention function, for a forward that computes logits only.
 
-    Replaces `set_attn_implementation`, which changes the config that everything else reads (5.17 to
-    today). `copies` has a model's copies by `id`, as configs contain each other.
+    Replaces `set_attn_implementation`, which changes the config that all other code reads (5.17 to
+    today). `copies` collects copies by the original's `id`, as configs may contain each other.
     """
     if id(config) not in copies:
         own = copies[id(config)] = copy.copy(config)
@@ -269,9 +270,9 @@ def use_experts(config: PreTrainedConfig, name: str) -> None:
 
 
 def choose_no_implementation(config: PreTrainedConfig) -> None:
-    """Let Transformers choose the attention and experts functions, whatever a config says.
+    """Clear a config's experts function, and its attention function unless "eager" or "sdpa".
 
-    Setting one also sets it in nested configs. 5.17 to today; no public name.
+    Transformers then chooses. Setters also change nested configs. 5.17 to today; no public name.
     """
     if config._attn_implementation not in (None, "eager", "sdpa"):
         config._attn_implementation = None
@@ -290,7 +291,7 @@ def gating(module: ModelPart) -> Callable[[Tensor], Tensor]:
 def dispensable_weights(model: PreTrainedModel) -> Collection[str]:
     """Return name patterns of weights that a checkpoint may lack.
 
-    Only Transformers' loader reads them otherwise (5.17 to today).
+    Otherwise only Transformers' loader reads these patterns (5.17 to today).
     """
     return model._keys_to_ignore_on_load_missing or ()
 
@@ -305,7 +306,7 @@ def ignore_in_files(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def parts_in_fp32(model: PreTrainedModel) -> Collection[str]:
-    """Return words in names of weights that `from_pretrained` keeps in fp32 in any dtype.
+    """Return words in the names of weights that `from_pretrained` keeps in fp32 in any dtype.
 
     5.17 to today; no public name.
     """
@@ -316,8 +317,8 @@ def parts_in_fp32(model: PreTrainedModel) -> Collection[str]:
 def reference_warnings_held() -> Iterator[list[logging.LogRecord]]:
     """Hold back Transformers' warnings about reference implementations; yield the list of them.
 
-    For trials of what Tandem computes itself later. Transformers gives each warning once per
-    process (since 5.2x), so the caller must repeat those that turn out to hold.
+    For trials of operations that Tandem later computes itself. Transformers gives each warning once
+    per process (since 5.2x), so the caller must repeat the warnings that prove true.
     """
     logger = logging.getLogger(_REFERENCE_LOGGER)
     held: list[logging.LogRecord] = []
@@ -348,7 +349,7 @@ def image_tower(model: PreTrainedModel) -> ModelPart | None:
 
 
 def image_features(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ImageFeatures:
-    """Run the vision tower on a processor's outputs; return what the model's forward takes."""
+    """Run the vision tower on a processor's outputs; return the features for a model's forward."""
     tower = image_tower(model)
     assert tower is not None  # otherwise no processor could have prepared images
     names = inspect.signature(tower.get_image_features).parameters
@@ -362,8 +363,7 @@ def image_positions(
 ) -> Tensor:
     """Return the positions (kinds, n_tokens) that `generate` gives a prompt with images.
 
-    If there are several kinds (time, height, width), the text's own, which come first, are left
-    out.
+    If text positions come first, before those of time, height and width, they are left out.
     """
     tokens = torch.tensor([list(ids)], device="cpu")
     kwargs: dict[str, object] = {**inputs, "attention_mask": torch.ones_like(tokens)}
@@ -375,7 +375,7 @@ def image_positions(
 def model_of(
     kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Return a model of a class in a dtype; today nothing else makes one in a dtype."""
+    """Build a model of a class in a dtype, by the only method of Transformers that can (today)."""
     return kind._from_config(config, dtype=dtype)
 
 
@@ -383,9 +383,9 @@ def model_of(
 def given_features(
     model: PreTrainedModel, features: ImageFeatures | None
 ) -> Iterator[dict[str, Tensor]]:
-    """Give a copy of a model features in place of its tower's; yields the arguments for that.
+    """Make a copy of a model use `features` instead of its tower's; yield the arguments for that.
 
-    5.23 has an argument for them, 5.17 has none.
+    5.23 has an argument for features, 5.17 has none.
     """
     if features is None:
         yield {}

@@ -25,8 +25,8 @@ QUANT_METHOD = "tandem"
 # Version of packed files. Any change of the layout or the meaning of bytes increases it.
 PACKED_FORMAT_VERSION = 4
 _READABLE_VERSIONS = (2, 3, 4)
-"""In version 2, experts lie without gaps at any offset; up to version 3, each number of IQ2 and IQ3
-had its own code."""
+"""In version 2, experts lie at any offset, without gaps. Up to version 3, IQ2 and IQ3 had one code
+per weight, and no grids."""
 _FIRST_WITH_GRIDS = 4
 
 _DTYPES = {
@@ -53,8 +53,8 @@ def plain_name(dtype: str | torch.dtype) -> str:
 def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | ExpertFormat | None:
     """Return a torch dtype for "bf16" and the like, or a packed format for "int4" and the like.
 
-    "q4_k+q6_k" has one format for the first projection and one for the second. None for "auto": the
-    dtype in which the experts are loaded.
+    "q4_k+q6_k" names one format for the first projection and one for the second. "auto" gives None:
+    experts keep the dtype in which they are loaded.
     """
     name = plain_name(name)
     if name in ("auto", *_DTYPES):
@@ -83,7 +83,7 @@ def parse_dense_dtype(name: str) -> WeightFormat | None:
 def stored_format(
     expert_dtype: torch.dtype | ExpertFormat | None, source_dtype: torch.dtype
 ) -> torch.dtype | ExpertFormat:
-    """Return the dtype or format of the experts in memory: packed if a format holds the dtype.
+    """Return the dtype or format of experts in memory: a packed format if one holds the dtype.
 
     fp32 stays unpacked, for the torch reference.
     """
@@ -112,20 +112,22 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
     quant_method: str = dataclasses.field(default=QUANT_METHOD, init=False)
     dense_dtype: str = "none"
     """The format of linear layers: "none" (as loaded), "int8", "int4", "bf16" or another packed
-    format. "auto" keeps the codes of layers that the checkpoint has quantised, and stores the
-    others as int8 if the experts (a dense model's linear layers) are quantised, otherwise as
-    loaded."""
+    format. "auto" keeps the codes of layers that the checkpoint has quantised. If the experts (in a
+    dense model: any linear layers) are quantised, "auto" stores the other layers as int8-g32,
+    otherwise as loaded."""
     isa: str | None = None
     """Instruction set of the CPU kernels; None selects the processor's best."""
     cache_dir: str | None = None
     """The folder of profiles, heat and residuals; None is `~/.cache/tandem`."""
     packed_format: int | None = None
-    """Version of the packed files; set only in checkpoints written by `tandem.save`."""
+    """Version of the packed files; set only in checkpoints written by `tandem.save` or
+    `tandem.pack`."""
     expert_formats: list[str] | None = None
     """The format of each MoE layer, replacing `expert_dtype`: for packed checkpoints whose layers
     differ, and for recipes of `tandem.pack`."""
     dense_formats: dict[str, str] | None = None
-    """By path: linear layers in another format than `dense_dtype`, or "none"; and embeddings."""
+    """By path: the formats of packed embeddings, and of linear layers whose format differs from
+    `dense_dtype`; "none" leaves a layer unpacked."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, the value and what is expected."""
@@ -143,7 +145,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
         self._require_grids()
 
     def _require_grids(self) -> None:
-        """Refuse packed IQ2 and IQ3 weights from before grids."""
+        """Raise `ConfigError` for packed IQ2 and IQ3 weights of a version that had no grids."""
         if self.packed_format is None or self.packed_format >= _FIRST_WITH_GRIDS:
             return
         names = [self.expert_dtype, self.dense_dtype, *(self.expert_formats or ())]
@@ -162,21 +164,21 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
 
     @property
     def cache_path(self) -> Path:
-        """Where Tandem keeps what it learns about models and this machine."""
+        """The folder where Tandem keeps what it learns about models and this machine."""
         return Path(self.cache_dir) if self.cache_dir else Path.home() / ".cache" / "tandem"
 
     @classmethod
     def from_dict(
         cls, config_dict: dict[str, object], return_unused_kwargs: bool = False, **kwargs: object
     ) -> Any:
-        """Build from config.json's `quantization_config`; an unknown key is a `ConfigError`."""
+        """Build from config.json's `quantization_config`; an unknown key raises `ConfigError`."""
         values = {k: v for k, v in config_dict.items() if k != "quant_method"}
         require_types(cls, values, where="quantization_config")
         config = from_mapping(cls, values | kwargs, where="quantization_config")
         return (config, {}) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields for config.json, without those that have default values."""
+        """Return the fields for config.json, without default values and options of a single run."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in (
             "cache_dir",

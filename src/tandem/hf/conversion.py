@@ -1,9 +1,8 @@
-"""Operations that Transformers runs while a checkpoint streams in: they move experts to the host
-store.
+"""Operations that move experts to the host store while Transformers reads a checkpoint.
 
-Each returns an empty placeholder for the parameter, so that the module never holds its experts. An
-operation keeps its own errors, which are raised after loading: Transformers would turn them into a
-printed traceback.
+Each operation returns an empty placeholder for the parameter, so that the module never holds its
+experts. An operation's errors are kept and raised after loading, because Transformers would turn
+them into a printed traceback.
 """
 
 from typing import Any
@@ -29,9 +28,7 @@ def placeholder(like: Loaded) -> Tensor:
 
 
 class StoreFused(ConversionOps):  # type: ignore[misc]
-    """Move fused expert tensors (num_experts, ...) into the host store; other tensors pass
-    through.
-    """
+    """Moves fused expert tensors (num_experts, ...) to the host store; passes on other tensors."""
 
     def __init__(self, writer: StoreWriter) -> None:
         """Write to the layers that `writer` finds."""
@@ -65,16 +62,16 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """Refuse: placeholders hold nothing to save."""
+        """Raise `ModelError`: placeholders hold nothing to save."""
         raise ModelError(
             "a model with offloaded experts is saved with tandem.save(model, directory)"
         )
 
 
 class StoreExpertwise(StoreFused):
-    """Move separate experts into the host store one by one, instead of merging them first.
+    """Moves separate experts into the host store one by one, instead of merging them first.
 
-    Replaces Transformers' merge (and concatenation of gate and up), which hold a layer twice.
+    Replaces Transformers' merge (and concatenation of gate and up), which would hold a layer twice.
     """
 
     def convert(
@@ -103,11 +100,12 @@ class StoreExpertwise(StoreFused):
 
 
 class StoreStacked(StoreExpertwise):
-    """Move stacked experts into the host store: each tensor has the rows of all experts."""
+    """Moves stacked experts into the host store: each tensor has the rows of all experts."""
 
     def __init__(self, writer: StoreWriter, *, are_transposed: bool) -> None:
-        """Write to the layers that `writer` finds; `are_transposed`: rows are the columns of a
-        matrix.
+        """Write to the layers that `writer` finds.
+
+        `are_transposed` says that a tensor's rows are the columns of the experts' matrices.
         """
         super().__init__(writer)
         self.are_transposed = are_transposed
@@ -144,7 +142,7 @@ def adapter_conversions(
 
 
 class StorePacked(StoreFused):
-    """Keep the tensors of a packed checkpoint as they are: views of the mapped file."""
+    """Keeps the tensors of a packed checkpoint as they are: views of the mapped file."""
 
     def convert(
         self,
@@ -153,7 +151,7 @@ class StorePacked(StoreFused):
         full_layer_name: str = "",
         **kwargs: object,
     ) -> dict[str, Tensor]:
-        """Adopt {packed name: [tensor]}; returns placeholders for the parameters."""
+        """Adopt {packed name: [tensor]} in the layer; return placeholders for the parameters."""
         assert target_patterns is not None
         found = self.writer.find(full_layer_name)
         assert found is not None, f"{full_layer_name} is not a parameter of an experts module"
@@ -172,7 +170,7 @@ class StorePacked(StoreFused):
 
 
 class ReadSource(ConversionOps):  # type: ignore[misc]
-    """Read weights of a quantised source for the model's own operations that follow."""
+    """Reads weights of a quantised source for the model's own operations, which run afterwards."""
 
     def convert(
         self, input_dict: dict[str, list[Loaded]], **kwargs: object
@@ -185,7 +183,7 @@ class ReadSource(ConversionOps):  # type: ignore[misc]
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """Refuse: values that were read are not quantised again."""
+        """Raise `ModelError`: values that were read are not quantised again."""
         raise ModelError("a model from a quantised checkpoint is saved with tandem.save")
 
 

@@ -1,7 +1,8 @@
 """Packs a model's linear layers after they have been loaded.
 
-Attention projections, shared experts, dense feed-forward layers and the output head; not
-embeddings, nor routers, whose few bytes decide everything.
+These are attention projections, shared experts, dense feed-forward layers and the output head.
+Embeddings are packed only if a recipe names them. Routers stay as loaded, because their few bytes
+decide which experts compute.
 """
 
 import importlib.util
@@ -43,11 +44,10 @@ Place = Callable[[DenseWeight, torch.dtype, Tensor | None], nn.Module]
 
 
 def pack_dense_layers(model: PreTrainedModel, dense_dtype: str, threads: CpuThreads) -> int:
-    """Replace a model's linear layers by packed ones, one by one; return the bytes of these.
+    """Replace a model's linear layers by packed layers, one by one; return the packed bytes.
 
-    Only layers on the CPU, and no towers for images and sound. "auto" changes nothing if the
-    model's experts (a dense model's linear layers) are not quantised. Packed layers stay as they
-    are.
+    Layers on a GPU and towers for images and sound are left out. "auto" changes nothing unless the
+    model's experts (in a dense model: linear layers) are quantised. Packed layers stay as they are.
     """
     fmt = format_on_cpu(model, dense_dtype)
     return 0 if fmt is None else _pack_here(model, lambda dtype: fmt, threads)
@@ -82,9 +82,7 @@ def _always(fmt: WeightFormat, dtype: torch.dtype) -> WeightFormat:
 
 
 def format_on_cpu(model: PreTrainedModel, dense_dtype: str) -> WeightFormat | None:
-    """Return the format in which `pack_dense_layers` packs a model's linear layers; None: it does
-    not.
-    """
+    """Return the format in which `pack_dense_layers` packs a model; None if it packs nothing."""
     fmt = parse_dense_dtype(dense_dtype)
     if fmt is None or model.device.type != "cpu":
         return None
@@ -126,10 +124,10 @@ def pack_as_loaded(model: PreTrainedModel, threads: CpuThreads) -> int:
 def pack_for_device(
     model: nn.Module, fmt: WeightFormat, place: Place, kept: Collection[str] = ()
 ) -> int:
-    """Replace a model's linear layers by packed ones on a GPU; return the bytes of these.
+    """Replace a model's linear layers by packed layers on a GPU; return the packed bytes.
 
-    They are packed on the host, one by one. Layers at the paths `kept`, those read by head,
-    routers, embeddings and vision towers stay. Raises `ConfigError` without Triton.
+    The layers are packed on the host, one by one. Routers, embeddings, towers, layers that are read
+    by head, and layers at the paths `kept` stay as they are. Raises `ConfigError` without Triton.
     """
     layers = (at for at in packable_layers(model, on_device=True) if at[0] not in kept)
     return _replace(model, layers, lambda dtype: fmt, place)
@@ -147,7 +145,7 @@ def _pack_here(model: PreTrainedModel, format_of: _FormatOf, threads: CpuThreads
 def _replace(
     model: nn.Module, layers: Iterable["LinearAt"], format_of: _FormatOf, place: Place
 ) -> int:
-    """Pack every layer whose dtype has a format."""
+    """Pack every layer whose dtype has a format; return the packed bytes."""
     num_bytes = 0
     for path, parent, name, linear in list(layers):
         fmt, dtype = format_of(linear.weight.dtype), linear.weight.dtype
@@ -165,9 +163,9 @@ def _replace(
 
 
 def untie(model: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Keep Transformers from tying the weights of layers that hold them in another form.
+    """Keep Transformers from tying weights that layers of these `kinds` hold in another form.
 
-    A head tied to the embeddings becomes a packed copy of them.
+    A head that was tied to the embeddings becomes a packed copy of them.
     """
     tied = tied_weights(model)
     kept = [key for key in tied if isinstance(model.get_submodule(key.rpartition(".")[0]), kinds)]
@@ -180,8 +178,9 @@ def untie(model: nn.Module, *kinds: type[nn.Module]) -> None:
 
 
 def give_fp32_logits(model: PreTrainedModel) -> None:
-    """Let a packed head on the CPU return fp32, as bf16 logits are the largest loss of bf16
-    steps.
+    """Make a packed head on the CPU return fp32 logits.
+
+    Rounding logits to bf16 is the largest loss of bf16 steps.
     """
     head = model.get_output_embeddings()
     if isinstance(head, PackedLinear):
@@ -194,7 +193,7 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
 
 
 def share_threads(model: nn.Module, threads: CpuThreads) -> None:
-    """Let all packed layers use these threads from now on."""
+    """Make all packed layers use these threads from now on."""
     for module in model.modules():
         own = module.on_host if isinstance(module, HostEmbedding) else module
         if isinstance(own, PackedModule):
@@ -220,7 +219,7 @@ LinearAt = tuple[str, nn.Module, str, nn.Linear]
 
 
 def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[LinearAt]:
-    """Yield every linear layer that is worth packing, here or on a GPU."""
+    """Yield every linear layer that is worth packing, on the CPU or, if `on_device`, on a GPU."""
     least = _LEAST_ROWS * cast("ModelPart", model).config.get_text_config().hidden_size
     routers = router_layers(model)
     for above, parent in model.named_modules():
@@ -244,17 +243,20 @@ def has_kernels() -> bool:
 
 
 def place_on(device: torch.device, threads: CpuThreads) -> Place:
-    """Return a function that packs layers for the device of a model's dense parts."""
+    """Return a function that builds packed layers on the device of a model's dense parts."""
     return on_cpu(threads) if device.type == "cpu" else on_device(device)
 
 
 def on_cpu(threads: CpuThreads) -> Place:
-    """Return a function that packs layers for these CPU threads."""
+    """Return a function that builds packed layers for these CPU threads."""
     return lambda weight, dtype, order: PackedLinear(weight, threads, dtype, order)
 
 
 def on_device(device: torch.device) -> Place:
-    """Return a function that moves packed weights to a GPU; raises `ConfigError` without Triton."""
+    """Return a function that builds packed layers on a GPU.
+
+    The function raises `ConfigError` without Triton.
+    """
 
     def place(weight: DenseWeight, dtype: torch.dtype, order: Tensor | None) -> nn.Module:
         if not has_kernels():

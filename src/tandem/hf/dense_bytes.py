@@ -17,7 +17,7 @@ from tandem.kernels.formats.weight_format import WeightFormat
 def dense_bytes_with(model: PreTrainedModel, formats: Mapping[str, WeightFormat | None]) -> int:
     """Return the bytes that a model takes while it loads, apart from experts.
 
-    Weights with a format in `formats` never exist as plain numbers.
+    Weights with a format in `formats` count as packed, because they never exist unpacked.
     """
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     tied = tied_weights(model)
@@ -30,7 +30,7 @@ def dense_bytes_with(model: PreTrainedModel, formats: Mapping[str, WeightFormat 
 
 
 def packed_dense_bytes(model: PreTrainedModel, dense_dtype: str) -> int:
-    """Return the same after `pack_dense_layers`."""
+    """Return a model's bytes, apart from experts, after `pack_dense_layers`."""
     fmt = format_on_cpu(model, dense_dtype)  # None: as they are
     return dense_bytes_with(model, {f"{path}.weight": fmt for path, *_ in packable_layers(model)})
 
@@ -43,11 +43,10 @@ def short_memory(
     expert_memory_bytes: int | None,
     device_bytes: int | None,
 ) -> int | None:
-    """Return the bytes free in the memory that cannot hold its part of a model; None: everything
-    fits.
+    """Return the free bytes of the memory that cannot hold its part of a model; None: all fits.
 
-    `expert_memory_bytes` is the limit for experts, if the options set one; `device_bytes` is what a
-    GPU has free for the dense parts, if they go there.
+    `expert_memory_bytes` is the limit for experts, if the options set one. `device_bytes` are the
+    free bytes of a GPU, if the dense parts are placed there.
     """
     if device_bytes is not None and dense_bytes > device_bytes:
         return device_bytes
@@ -81,7 +80,7 @@ def layer_formats(
 
 
 def dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of parameters and buffers, by format if packed."""
+    """Yield (name, bytes) of parameters and buffers except experts; `packed`: formats by path."""
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     in_fp32 = parts_in_fp32(model)
     seen: set[int] = set()
@@ -107,7 +106,8 @@ def dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterato
 def embedding_bytes(model: PreTrainedModel, packed: Mapping[str, WeightFormat]) -> tuple[int, bool]:
     """Return the bytes of embeddings on the host, and whether a head has its own copy.
 
-    0 if a head tied to them is in the model's dtype, because they are then on the GPU.
+    The bytes are 0 if a head that is tied to the embeddings is not packed, because both are then on
+    the GPU.
     """
     embeddings = model.get_input_embeddings()
     path = next(path for path, module in model.named_modules() if module is embeddings)

@@ -1,7 +1,7 @@
-"""Linear layers of quantised checkpoints that keep their codes: packed as they arrive.
+"""Keeps the codes of quantised checkpoints' linear layers: packed as they are read.
 
-For `dense_dtype` "auto", on the CPU and on a GPU with Triton. A layer that no packed format holds
-exactly is dequantised and packed again, like the layers that the checkpoint has not quantised.
+For `dense_dtype` "auto", on the CPU and on a GPU with Triton. A layer whose codes no packed format
+holds exactly is dequantised and packed again, like layers that the checkpoint has not quantised.
 """
 
 from collections import defaultdict
@@ -27,12 +27,10 @@ from tandem.kernels.grouped import cut_like
 def quantised_layers(
     model: PreTrainedModel, source: Source, targets: Mapping[str, str], *, are_apart: bool
 ) -> dict[str, WeightFormat | None]:
-    """Return the quantised linear layers of a source by weight, with the format that holds their
-    codes.
+    """Return, by weight, the format that holds a quantised linear layer's codes; None: no format.
 
-    None: no format does. `targets` maps the source's names to parameters. Embeddings are included;
-    if they `are_apart` from the layers, on the host beside a GPU, only those that read token ids
-    alone.
+    `targets` maps the source's names to parameters. Embeddings are included; if they `are_apart`
+    from the layers, on the host beside a GPU, only the model's input embeddings are included.
     """
     by_parameter: dict[str, list[StoredWeight]] = defaultdict(list)
     for name, weight in source.weights.items():
@@ -58,7 +56,10 @@ def _embeddings(
     heads: Mapping[str, WeightFormat | None],
     tied: Mapping[str, str],
 ) -> dict[str, WeightFormat | None]:
-    """Return the embeddings whose rows can be read from codes, if the head keeps its codes too."""
+    """Return, by weight, the formats of embeddings whose rows can be read from codes.
+
+    Embeddings tied to a head are included only if the head keeps its codes too.
+    """
     expanded = {tied[name] for name in tied if heads.get(name) is None}
     found: dict[str, WeightFormat | None] = {}
     for path, module in model.named_modules():
@@ -76,9 +77,7 @@ def _format_of(weights: list[StoredWeight], parameter: Tensor) -> WeightFormat |
 
 
 class DenseCodes:
-    """Collects the codes of linear layers while a checkpoint streams in, then replaces the
-    layers.
-    """
+    """Collects the codes of linear layers while a checkpoint is read, then replaces the layers."""
 
     def __init__(self) -> None:
         """Expect no codes."""
@@ -89,18 +88,18 @@ class DenseCodes:
         """The input order of each weight whose columns the checkpoint reorders."""
 
     def expect(self, formats: Mapping[str, WeightFormat | None], tied: Mapping[str, str]) -> None:
-        """Keep the codes of these layers, by weight, in these formats.
+        """Set the weights whose codes are kept, with their formats; None: values are read instead.
 
-        `tied` maps a weight to the one that it shares, such as the embeddings.
+        `tied` maps a weight to the weight that it shares, such as a head's to the embeddings'.
         """
         self._formats = {name: fmt for name, fmt in formats.items() if fmt is not None}
         self._tied = {tied[name]: name for name in self._formats if name in tied}
 
     def take(self, parameter: str, tensor: SourceTensor) -> Tensor:
-        """Keep a weight's codes and return an empty placeholder, or return its values.
+        """Keep a weight's codes and return an empty placeholder, or return the weight's values.
 
-        A head tied to embeddings uses their codes, which are in memory once if the embeddings are
-        also read from codes. Raises `ModelError` for damaged codes.
+        A head tied to embeddings uses their codes; if rows of the embeddings are also read from
+        codes, the codes are in memory only once. Raises `ModelError` for damaged codes.
         """
         head = self._tied.get(parameter)
         if head is None:
@@ -142,7 +141,7 @@ class DenseCodes:
         return torch.empty(0, dtype=tensor.dtype, device="cpu")
 
     def put_in(self, model: PreTrainedModel, threads: CpuThreads, place: Place) -> None:
-        """Replace the layers whose codes were kept by packed ones; `place` makes linear ones."""
+        """Replace the layers whose codes were kept by packed ones; `place` builds linear layers."""
         for parameter, matrix in self._matrices.items():
             path = parameter.removesuffix(".weight")
             module, (above, _, name) = model.get_submodule(path), path.rpartition(".")

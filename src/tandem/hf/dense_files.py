@@ -1,7 +1,7 @@
 """Packed linear layers and embeddings in packed checkpoints: one tensor of bytes each.
 
-The bytes are in the kernels' layout. The tensor's name is none of Transformers' own, so that only
-Tandem reads it as a weight.
+The bytes are in the kernels' layout. Transformers does not know the tensors' names, so that only
+Tandem reads them as weights.
 """
 
 from collections import Counter
@@ -66,10 +66,11 @@ class StoredLinear(nn.Module):
 def expect_stored_layers(
     model: nn.Module, fmt: WeightFormat, others: Mapping[str, str], tensors: Collection[str]
 ) -> None:
-    """Put a `StoredLinear` where the files hold a packed layer, by their tensors' names.
+    """Put a `StoredLinear` in place of each layer that the files hold in packed form.
 
-    `others` names, by path, the formats of layers not packed in `fmt`. Without names, placeholders
-    go where `pack_dense_layers` packs now; another version may have packed other layers.
+    `tensors` are the names of the files' tensors. `others` has, by path, the formats of layers that
+    are not packed in `fmt`. If `tensors` is empty, the layers are those that `pack_dense_layers`
+    packs now, although another version may have packed different layers.
     """
     end = f".{TENSOR_NAME}"
     held = {name.removesuffix(end) for name in tensors if name.endswith(end)}
@@ -92,7 +93,7 @@ def take_stored_layers(model: nn.Module, place: Place, threads: CpuThreads) -> N
 
 
 def stored_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the file tensors of all packed layers, in parts as they are in memory."""
+    """Return the file tensors of all packed layers by name, each as its parts in memory."""
     return {
         f"{path}.{TENSOR_NAME}": [
             part.view(torch.uint8) for part in _parts(stored.matrix, stored.bias)
@@ -106,7 +107,7 @@ _AnyPacked = PackedLinear | PackedEmbedding | DeviceLinear
 
 
 def _stored(layer: _AnyPacked) -> DenseWeight:
-    """Return a layer in the form of files: packed again if its inputs are reordered."""
+    """Return a layer's weight as files store it: packed again if its inputs are reordered."""
     if isinstance(layer, PackedEmbedding):
         return layer.packed
     weight = layer.on_host() if isinstance(layer, DeviceLinear) else layer.packed
@@ -137,9 +138,10 @@ def packed_formats(model: nn.Module) -> dict[str, str]:
 
 
 def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
-    """Return the format of most of a model's packed layers, and those of the others by path.
+    """Return the most frequent format of a model's packed layers, and by path all other formats.
 
-    The first is "none" if no layer is packed; layers that are not packed have "none" too.
+    A layer that is not packed has the format "none". If no layer is packed, the first result is
+    "none" and the second is empty.
     """
     names = packed_formats(model)
     if not names:

@@ -1,8 +1,8 @@
 """Moves the dense parts to their device once a checkpoint has been read.
 
-Transformers gets no device map: it would move fused experts to the device before they are packed,
-and asks for Accelerate. Embeddings stay on the host beside a GPU: a step reads one row per token of
-their hundreds of megabytes.
+Transformers gets no device map, because with a device map it would require Accelerate, and move
+fused experts to the device before they are packed. Beside a GPU, embeddings stay on the host: of
+their hundreds of megabytes, a step reads one row per token.
 """
 
 import torch
@@ -24,8 +24,8 @@ _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
     """Return the device of the dense parts: the user's choice, else the GPU if the options name it.
 
-    Raises `ConfigError` for a map to several devices or to none, and `CapacityError` for a missing
-    GPU.
+    Raises `ConfigError` if `device_map` names several devices, or none that can hold the dense
+    parts, and `CapacityError` if the GPU is missing.
     """
     places = _places(config, device_map)
     devices = {_find_device(place) for place in places}
@@ -83,7 +83,7 @@ def is_kept_on_host(model: PreTrainedModel, embeddings: nn.Module) -> bool:
 
 
 def keep_embeddings_on_host(model: PreTrainedModel, device: torch.device) -> None:
-    """Keep a model's embeddings on the host; each token's row is copied to the device."""
+    """Keep a model's embeddings on the host if possible; tokens' rows are copied to the device."""
     embeddings = model.get_input_embeddings()
     if is_kept_on_host(model, embeddings):
         copy_out_of_files(embeddings)
@@ -93,9 +93,9 @@ def keep_embeddings_on_host(model: PreTrainedModel, device: torch.device) -> Non
 
 
 def _places(config: OffloadConfig, device_map: object) -> set[object]:
-    """Return the devices in a device map; one that chooses by itself means the GPU or CPU.
+    """Return the devices that a device map names; "auto" and the like mean the GPU, else the CPU.
 
-    An emulated device reads the model's state in host memory, so its dense parts stay there.
+    An emulated device reads the model's state in host memory, so the dense parts stay there.
     """
     if isinstance(device_map, str) and device_map in _AUTOMATIC:
         has_gpu = config.device == "cpu" and torch.cuda.is_available()
@@ -108,7 +108,7 @@ def _places(config: OffloadConfig, device_map: object) -> set[object]:
 
 
 def _find_device(place: object) -> torch.device | None:
-    """Return a device, with its index if it is a GPU; None if it is not a device."""
+    """Return the device that a device map names, a GPU with its index; None if there is none."""
     try:
         if isinstance(place, int) and not isinstance(place, bool):
             return torch.device("cuda", place)

@@ -1,4 +1,4 @@
-"""Gives a packed model, whose experts are on the disk, host slots for a part of them."""
+"""Gives a packed model whose experts are on the disk host slots for some of its experts."""
 
 import warnings
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ _MOST_KV_SHARE = 0.5
 
 
 def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: int = 0) -> bool:
-    """Run a model's packed experts from the disk through host slots; returns whether that is
-    possible.
+    """Run a model's packed experts from the disk through host slots; return whether it can.
 
-    `beside_bytes` of the free memory will soon be taken. It is impossible for a dense model, for a
-    layer that is plain or not in a mapped file, and with next to no memory. Raises `TandemError` in
-    these cases if the options set a memory for experts, and `ConfigError` for an eviction that host
-    slots do not support. `HostSlots.fill` reads experts into the slots.
+    `beside_bytes` is the part of the free memory that other data will soon take. Host slots are
+    impossible for a dense model, for a layer that is not packed or not in a mapped file, and with
+    almost no memory. In these cases `TandemError` is raised if the options set a memory for
+    experts. Raises `ConfigError` for an eviction that host slots do not support. `HostSlots.fill`
+    reads experts into the slots.
     """
     runtime = require_runtime(model)
     layers = [layer for layer in runtime.store if isinstance(layer, PackedLayer)]
@@ -87,7 +87,7 @@ def fill_slots(model: PreTrainedModel) -> None:
 
 
 def _free_bytes(options: OffloadConfig, experts_bytes: int) -> int:
-    """Return the free host memory, without what a device in it will take."""
+    """Return the free host memory, minus the budget of a device that is in host memory."""
     free = available_bytes()
     if not kind_of(options.device).is_in_host_memory:
         return free
@@ -114,7 +114,10 @@ def _kv_bytes(model: PreTrainedModel, options: OffloadConfig) -> int:
 
 
 def _are_buffered_in_silence(places: Sequence[ExpertPlace]) -> bool:
-    """Read a piece of one file per file system, and check whether the page cache has it."""
+    """Tell whether a file system accepts unbuffered reads, but buffers them in the page cache.
+
+    Reads a piece of one file per file system, and checks whether the page cache holds the piece.
+    """
     by_file_system = {place.file.stat().st_dev: place.file for place in places}
     return any(how_reads_go(file) == "silently buffered" for file in by_file_system.values())
 

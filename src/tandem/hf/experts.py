@@ -1,7 +1,7 @@
 """The experts function: replaces the forward of every fused experts module.
 
-Transformers finds it by the name "tandem" in its experts interface. It knows the module (the
-model's own activation and norm) and passes the tokens to the executor of the module's layer.
+Transformers finds the function by the name "tandem" in its experts interface. The function passes a
+module's tokens, with the model's own activation and norm, to the executor of the module's layer.
 """
 
 import inspect
@@ -45,7 +45,7 @@ def is_experts_module(module: nn.Module) -> bool:
 
 
 def num_spare_experts(module: ModelPart) -> int:
-    """Return how many experts without weights a module's matrices have rows for."""
+    """Return the number of experts without weights for which a module's matrices have rows."""
     return int(getattr(module, "num_spare_experts", 0))
 
 
@@ -78,10 +78,10 @@ def expert_functions(experts: nn.Module) -> ExpertFunctions:
 
 
 class _NormInAnyMemory:
-    """A norm after the experts, on rows in the memory where the experts were computed.
+    """Applies the norm after the experts in the memory that holds their results.
 
-    Its weight is on the GPU with the other dense parts, but rows of the CPU's experts may be on the
-    host.
+    The norm's weight is on the GPU with the other dense parts, but results of experts that the CPU
+    computes may be on the host.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -90,7 +90,7 @@ class _NormInAnyMemory:
         self._weights: dict[torch.device, dict[str, Tensor]] = {}  # they are small
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the norm of rows (n, hidden_size), in their memory."""
+        """Return the norm of `rows` (n, hidden_size), in the memory that holds `rows`."""
         own, device = dict(self._norm.named_parameters()), rows.device
         if all(weight.device == device for weight in own.values()):
             found: Tensor = self._norm(rows)
@@ -102,10 +102,10 @@ class _NormInAnyMemory:
 
 
 def _unbound(method: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a module's method without a reference to the module.
+    """Return a module's method without a strong reference to the module.
 
-    The module holds its executor. A device's thread, which the executor runs on, holds the
-    functions of layers it has met. If these functions held the executor, it would never be freed.
+    A module holds its executor. The executor's device thread holds the functions of all layers that
+    it has computed. If these functions held their module, the executor would never be freed.
     """
     if not inspect.ismethod(method):
         return method
@@ -144,7 +144,7 @@ def experts_forward(
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Ends a backward pass at the experts, so that it cannot silently skip them."""
+    """Refuses a backward pass through the experts, which would otherwise silently be skipped."""
 
     @staticmethod
     def forward(ctx: object, out: Tensor, *inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Identifies a model: a key for what is kept about it across runs (heat, residuals, profiles)."""
+"""Identifies a model: the key of what is kept about it across runs, such as heat and residuals."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ def model_identity(model: PreTrainedModel) -> str:
 
 
 def _first_rows(embedding: ModelPart) -> Tensor:
-    """Return the first rows of embeddings; of a `PackedEmbedding` only these are unpacked."""
+    """Return embeddings' weight; of a `PackedEmbedding`, only the first rows are unpacked."""
     if not hasattr(embedding, "rows"):
         weight: Tensor = embedding.weight
         return weight

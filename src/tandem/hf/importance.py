@@ -1,4 +1,4 @@
-"""The importance that a load uses for rounding: a named file, or the one kept for the model."""
+"""The importance that a load uses for rounding: from a named file, or kept for the model."""
 
 import dataclasses
 import hashlib
@@ -27,7 +27,8 @@ def kept_importance(checkpoint: AnyCheckpoint, cache_path: Path) -> Path:
 def importance_file(given: str | None, checkpoint: AnyCheckpoint, cache_path: Path) -> Path | None:
     """Return the file that an option names, or for "auto" the one kept for the checkpoint's model.
 
-    Raises `ConfigError` if there is none, or if the checkpoint's weights are already quantised.
+    Returns None without the option. Raises `ConfigError` if the file does not exist, or if the
+    checkpoint is packed.
     """
     if given is None:
         return None
@@ -54,8 +55,9 @@ def with_importance_file(offload: OffloadConfig, checkpoint: AnyCheckpoint) -> O
 
 
 def given_importance(offload: OffloadConfig) -> Importance | None:
-    """Open the importance file of the options; raises `ConfigError` for "auto", and as opening
-    does.
+    """Open the importance file of the options; None if they name no file.
+
+    Raises `ConfigError` for "auto", and as `open_importance` does.
     """
     if offload.importance is None:
         return None
@@ -67,9 +69,9 @@ def given_importance(offload: OffloadConfig) -> Importance | None:
 
 
 def weigh_by(importance: Importance, model: PreTrainedModel, runtime: Runtime) -> None:
-    """Use importance when the weights of a model that is about to load are rounded.
+    """Weight rounding by importance in a model whose weights are about to be loaded.
 
-    Raises `ConfigError` if it belongs to another model.
+    Raises `ConfigError` if the importance belongs to another model.
     """
     experts = [f"{layer.arrivals.name}.down_proj" for layer in runtime.store]
     linear = [f"{path}.weight" for path, *_ in packable_layers(model)]

@@ -34,7 +34,8 @@ class KvSizes(NamedTuple):
     has_compressed: bool = False
     """Whether some layers have compressed keys besides a window."""
     expanded: tuple[int, ...] = ()
-    """Bytes per token of each layer whose latents a prompt's attention expands on the CPU."""
+    """For each layer with latents that a prompt's attention expands on the CPU: bytes per token of
+    the expanded keys and values."""
 
     @property
     def token_bytes(self) -> int:
@@ -46,9 +47,10 @@ class KvSizes(NamedTuple):
         return self._bytes_of(num_tokens, min(num_tokens, ring_size(self.window)))
 
     def device_bytes_of(self, num_tokens: int) -> int:
-        """Return the same on a GPU, which keeps windows in a ring if there are compressed keys.
+        """Return the most bytes that `num_tokens` of one sequence take on a GPU.
 
-        For other models it keeps all positions.
+        A GPU keeps windows in a ring for models with compressed keys; for others it keeps all
+        positions.
         """
         return self._bytes_of(
             num_tokens, ring_size(self.window) if self.has_compressed else num_tokens
@@ -91,9 +93,10 @@ def whole_granules(num_tokens: int) -> int:
 def _parts_of(
     kind: str, config: PreTrainedConfig, dtype: torch.dtype, copies: int
 ) -> list[tuple[str, int]]:
-    """Return what a kind of layer keeps: the kind, and the bytes of a token.
+    """Return (kind, bytes per token) for what a layer keeps.
 
-    For one with compressed keys: these, and its window as another kind.
+    A layer with compressed keys has two entries: the compressed keys, and its window as another
+    kind.
     """
     if kind in _WITHOUT_KEYS:
         return [(kind, 0)]
@@ -116,8 +119,9 @@ def _expanded_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 
 
 def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, latents: int) -> int:
-    """Return the bytes of a token's keys and values in one layer, with `latents` copies of a
-    latent.
+    """Return the bytes of a token's keys and values in one layer.
+
+    A latent is stored in `latents` copies.
     """
     if value_of(config, "kv_lora_rank"):
         return int(latents * config.kv_lora_rank + config.qk_rope_head_dim) * dtype.itemsize

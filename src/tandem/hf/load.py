@@ -51,14 +51,15 @@ def load(
 ) -> PreTrainedModel:
     """Load a checkpoint directory, GGUF file or hub id with its experts in host memory.
 
-    `dtype` is that of the dense parts ("auto": the checkpoint's; of a GGUF file's few bits fp32,
-    with keys and values in bf16, if the CPU computes all and `dense_dtype` is given); `dense_dtype`
-    among the options packs their linear layers. Experts that are quantised in the checkpoint keep
-    their codes, unless the options name an `expert_dtype`. `revision`, `token` and `hub_cache` (a
-    directory) are for a hub id; code that comes with a model runs only with `trust_remote_code`.
-    `verify` reads a packed checkpoint's files against their checksums first, and refuses one that
-    has none. `options` are the fields of `OffloadConfig`. Returns the Transformers model; raises
-    `TandemError` for what a user can mend.
+    `dtype` is that of the dense parts. "auto" is the checkpoint's dtype; for a GGUF file with few
+    bits it is fp32, with keys and values in bf16, if the CPU computes everything and `dense_dtype`
+    is given. `dense_dtype`, one of the options, packs the dense parts' linear layers. Experts that
+    are quantised in the checkpoint keep their codes, unless the options name an `expert_dtype`.
+    `revision`, `token` and `hub_cache` (a directory) are for a hub id. Code that comes with a model
+    runs only with `trust_remote_code`. `verify` first compares a packed checkpoint's files with
+    their checksums, and refuses a checkpoint without checksums. `options` are the fields of
+    `OffloadConfig`. Returns the Transformers model; raises `TandemError` for errors that a user can
+    mend.
     """
     offload = from_mapping(OffloadConfig, options, where="tandem.load")
     model_dtype = parse_dtype(dtype, field="dtype") or "auto"
@@ -86,7 +87,8 @@ def load_checkpoint(
 ) -> PreTrainedModel:
     """Load a checkpoint whose files have been checked; arguments are as in `load`.
 
-    `num_layers` loads only the first layers, for checks; a `sink` takes the experts.
+    `num_layers` loads only the first layers, for checks. A `sink` receives the experts, layer by
+    layer.
     """
     for why in filter(None, map(untested_version, NEWEST_TESTED)):
         warnings.warn(why, TandemWarning, stacklevel=3)
@@ -122,7 +124,7 @@ def load_checkpoint(
 
 
 def files_read_along(checkpoint: Checkpoint, num_layers: int | None = None) -> list[Path]:
-    """Return the files to read ahead: none if they do not all fit in memory, or few are needed.
+    """Return the files to read ahead: none if memory cannot hold them all, or for `num_layers`.
 
     The experts of a packed checkpoint are read later, into slots or the page cache.
     """
@@ -193,9 +195,9 @@ def is_widened_on(
 ) -> bool:
     """Whether a GGUF file's model computes in fp32 by default, as llama.cpp does.
 
-    Its experts and linear layers have few bits, so little grows except the values between layers,
-    while a file's 16-bit weights would double. In bf16, errors of the first token, whose values are
-    the largest by far, spread to all others.
+    If experts and linear layers have few bits, fp32 enlarges little except the values between
+    layers; 16-bit weights would double. In bf16, errors of the first token, whose values are the
+    largest by far, spread to all other tokens.
     """
     is_on_gpu = dense_place is not None and dense_place.type != "cpu"
     if offload.dense_dtype == "none" or offload.device != "cpu" or is_on_gpu:
@@ -222,7 +224,8 @@ def open_foreign(
 ) -> tuple[PreTrainedConfig, Source]:
     """Return the config and the weights of a checkpoint quantised by others.
 
-    The config is as if it were not quantised, cut to `num_layers`; raises `UnsupportedModelError`.
+    The config is as if the checkpoint were not quantised, cut to `num_layers`. Raises
+    `UnsupportedModelError`.
     """
 
     def adapt(config: PreTrainedConfig) -> None:
@@ -242,7 +245,7 @@ def open_foreign(
 
 
 def class_of(config: PreTrainedConfig) -> Any:
-    """Return the class of a config's whole model: the one it names, or the causal one."""
+    """Return the class for a config's whole model: the class that it names, or the causal LM."""
     named = _named_class(value_of(config, "architectures"))
     if named is not None:
         return named
@@ -275,7 +278,7 @@ def _as_transformers(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
-    """Cut a config's text model to its first layers, with its per-layer lists."""
+    """Cut a config's text model, and its per-layer lists, to the first layers."""
     text = config.get_text_config()
     name = _name_of_count(text)
     total = value_of(text, name)
@@ -289,16 +292,17 @@ def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
 def _name_of_count(text: PreTrainedConfig) -> str:
     """Return the name of the config value that counts the layers in tensor names.
 
-    LongCat's layers have two attentions each, and `num_hidden_layers` counts these.
+    LongCat's layers have two attentions each, and its `num_hidden_layers` counts the attentions.
     """
     declared = {field.name for field in dataclasses.fields(text)}
     return "num_layers" if "num_layers" in declared else "num_hidden_layers"
 
 
 def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return Transformers' config of a checkpoint; `ModelError` if its tensors do not suffice.
+    """Return a checkpoint's Transformers config; raises `ModelError` if its tensors do not suffice.
 
-    Functions that the config names are ignored: Transformers would fetch missing ones from the hub.
+    Attention and experts functions that the config names are ignored: Transformers would fetch
+    missing ones from the hub.
     """
     config = transformers.AutoConfig.from_pretrained(
         checkpoint.directory,
@@ -312,7 +316,7 @@ def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def _require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
-    """Build a checkpoint's model on the meta device, and count its modules."""
+    """Require that the tensors suffice for a checkpoint's model, built on the meta device."""
     where, held = f"{checkpoint.directory}/config.json", checkpoint.held
     text = config.get_text_config()
     require_top_k(where, text.to_dict())  # including keys that the file omits
@@ -350,6 +354,6 @@ def require_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None
 
 
 def _named_class(architectures: Iterable[str] | None) -> type[PreTrainedModel] | None:
-    """Return the class that a config names, which keeps multimodal wrappers whole; None: none."""
+    """Return the class that a config names, so that multimodal models stay whole; None: none."""
     names = (name for name in architectures or () if hasattr(transformers, name))
     return next((getattr(transformers, name) for name in names), None)

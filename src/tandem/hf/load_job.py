@@ -1,7 +1,7 @@
 """The state of one load: its options, and where incoming tensors go.
 
-Transformers creates the quantizer from the user's options alone, so a job with more information is
-the current one while `from_pretrained` runs.
+Transformers creates the quantizer from the user's options alone. A job with more information is
+therefore kept as the current job while `from_pretrained` runs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,8 +53,9 @@ class StoreWriter:
         return (layer, tensor_name) if layer and tensor_name in layer.arrivals.shapes else None
 
     def needs_nothing(self, layer: HostLayer) -> bool:
-        """Whether a layer's tensors can stay unread: an earlier run packed it, or the load has
-        failed.
+        """Whether a layer's tensors can stay unread.
+
+        They can if an earlier run packed the layer, or if a load for a sink has failed.
         """
         if self._sink is None:
             return False
@@ -68,7 +69,7 @@ class StoreWriter:
     def forgets(self, read: Iterable[Loaded]) -> bool:
         """Whether to drop the pages of these tensors after reading; counts their bytes.
 
-        The others stay cached, so that the next start need not read them from the disk.
+        Pages of other tensors stay cached, so that the next start need not read them from the disk.
         """
         is_wanted = self.bytes_to_forget > 0
         if is_wanted:

@@ -1,7 +1,7 @@
-"""What Tandem adds to a model's class: closing it, counting its experts, refusing copies.
+"""Methods that Tandem adds to a model's class: closing, counting experts, refusing copies.
 
-A loaded model's class is a subclass of its own with the same name, as in FSDP2, because `with` and
-`copy` look at the class.
+The class of a loaded model is replaced by a subclass of the same name, as in FSDP2, because `with`
+and `copy` look methods up in the class.
 """
 
 import math
@@ -24,12 +24,13 @@ from tandem.kernels.dense import DenseWeight
 
 
 class OffloadedModel:
-    """Methods of every model that Tandem has loaded; they come before those of its own class."""
+    """Methods of every model that Tandem has loaded; they override those of the model's class."""
 
     def close(self) -> None:
         """Free the experts' memory and end their threads. May be called twice.
 
-        The model cannot run afterwards. Not needed once its last reference is gone.
+        The model cannot run afterwards. Closing is not needed once the model's last reference is
+        gone.
         """
         require_runtime(self).close()
         for table in tables_on_disk(self):  # type: ignore[arg-type]
@@ -65,7 +66,7 @@ class OffloadedModel:
         return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Count parameters as Transformers does, including those that Tandem keeps."""
+        """Count parameters as Transformers does, including parameters that Tandem keeps."""
         count = int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
         if only_trainable:
             return count
@@ -79,9 +80,7 @@ class OffloadedModel:
         return count
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Return the bytes that the model takes, including packed weights and experts in host
-        memory.
-        """
+        """Return the bytes of the model, including packed weights and experts in host memory."""
         num_bytes = int(super().get_memory_footprint(return_buffers))  # type: ignore[misc]
         packed = sum(weight.num_bytes for weight in self._packed_weights())
         runtime = require_runtime(self)
@@ -97,7 +96,7 @@ class OffloadedModel:
 
 
 def as_offloaded(model: PreTrainedModel, runtime: Runtime) -> None:
-    """Give a model its runtime, and the methods of `OffloadedModel`."""
+    """Give a model its runtime and the methods of `OffloadedModel`."""
     give_runtime(model, runtime)
     if not isinstance(model, OffloadedModel):
         model.__class__ = _offloaded_class(type(model))  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""`tandem.pack`: writes a packed checkpoint straight from another one, layer by layer.
+"""`tandem.pack`: writes a packed checkpoint directly from another checkpoint, layer by layer.
 
-A complete layer is written to its file and its memory freed, so that packing needs memory for the
-dense parts and a layer or two. Everything is written into a hidden directory beside the target,
-which is renamed at the end. An interrupted run continues where it stopped, if the source and the
-options are the same.
+Each complete layer is written to its file and freed, so that packing needs memory only for the
+dense parts and a layer or two. All files are written into a hidden directory beside the target,
+which is renamed at the end. If a run is interrupted, the next run continues where it stopped,
+provided that the source and the options are the same.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Packed:
     directory: Path
     num_bytes: int
     resumed_layers: int
-    """Layers that an earlier, interrupted run already wrote."""
+    """The number of layers that an earlier, interrupted run had written."""
 
 
 @capacity_errors()
@@ -53,10 +53,10 @@ def pack(
 ) -> Packed:
     """Write a checkpoint (directory, GGUF file or hub id) as a packed one to a new directory.
 
-    `trust_remote_code` and `options` are those of `tandem.load`: `expert_dtype`, `dense_dtype` and
-    `importance` say what is packed, or a recipe's `expert_formats` and `dense_formats`. Raises
-    `ModelError` and `CapacityError`. A full disk leaves nothing behind; an interrupted run leaves
-    what the next call continues from.
+    `trust_remote_code` and `options` are those of `tandem.load`. `expert_dtype` and `dense_dtype`,
+    or a recipe's `expert_formats` and `dense_formats`, set the formats; `importance` weights the
+    rounding. Raises `ModelError` and `CapacityError`. After an error, such as a full disk, no files
+    are left; an interrupted run leaves its files, with which the next call continues.
     """
     target = Path(directory)
     require_new(target)
@@ -85,7 +85,7 @@ def pack(
 def _pack(
     source: AnyCheckpoint, partial: Path, options: dict[str, object], on_progress: OnProgress
 ) -> tuple[int, int]:
-    """Write everything; returns (bytes of all tensors, layers that were there)."""
+    """Write all files; return (bytes of all tensors, number of layers from an earlier run)."""
     offload = from_mapping(OffloadConfig, options, where="tandem.pack")
     offload = with_importance_file(offload, source)
     sink = FileSink(partial, _identity(source, options, offload.importance), on_progress)

@@ -59,7 +59,7 @@ class PackedModule(nn.Module):
     """A layer whose weight is packed."""
 
     def __init__(self, weight: DenseWeight, threads: CpuThreads, dtype: torch.dtype) -> None:
-        """Compute with `threads`; `dtype` is that of the layer that it replaces."""
+        """Compute with `threads`; `dtype` is the replaced layer's."""
         super().__init__()
         self.packed = weight
         self.threads = threads
@@ -94,7 +94,7 @@ class PackedLinear(PackedModule):
         dtype: torch.dtype,
         input_order: Tensor | None = None,
     ) -> None:
-        """Compute with `threads`; `dtype` is that of the layer that it replaces.
+        """Compute with `threads`; `dtype` is the replaced layer's.
 
         `input_order` (in_features,) says which input each column of `weight` belongs to.
         """
@@ -174,7 +174,7 @@ class PackedEmbedding(PackedModule):
 
 
 def embedding_scale(module: nn.Embedding) -> Tensor | None:
-    """Return the factor of packable embeddings' rows; None: there is none."""
+    """Return the factor that scales packable embeddings' rows; None if there is none."""
     scale = getattr(module, _SCALE, None)
     dtype = module.weight.dtype
     return None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu")

@@ -1,8 +1,8 @@
-"""Reads a packed checkpoint into memory: the dense parts, then their packing, then the experts.
+"""Reads a packed checkpoint into memory: first the dense parts, which are packed, then experts.
 
-In this order because packing linear layers takes memory, and afterwards their file is not needed.
-Experts read first would be evicted again if memory is short. `from_pretrained` alone packs nothing
-more, and maps the pages as they are.
+Packing linear layers takes memory, and afterwards their file is not needed. Experts that were read
+before would be evicted again if memory is short. A user's own `from_pretrained` packs no further
+layers, and maps the pages as they are.
 """
 
 import warnings
@@ -41,11 +41,12 @@ def read_packed(
     options: OffloadConfig,
     assemble: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Read a checkpoint's files ahead if they fit in memory; `assemble` packs the dense parts.
+    """Read a checkpoint's files into memory if they fit, and assemble its model.
 
-    `assemble` then calls its argument and starts running experts. If the files do not fit, or
-    `expert_memory` is given, experts stay on the disk, with slots in memory; a warning says so.
-    Files of tables that stay on the disk are not read.
+    `assemble` must pack the dense parts, then call its argument, which reads the experts, and then
+    start running experts. If the files do not fit, or `expert_memory` is given, experts stay on the
+    disk, with slots in memory; for files that do not fit, a warning says so. Files of tables that
+    stay on the disk are not read.
     """
     places = [table.place for table in tables_on_disk(model)]
     on_disk = {part.file for place in places for part in place.parts}
@@ -115,10 +116,9 @@ def verify_files(checkpoint: AnyCheckpoint, *, has_progress: bool | None = None)
 
 
 def map_packed(model: PreTrainedModel, options: OffloadConfig) -> None:
-    """Map the pages of a model that `from_pretrained` has mapped, reading from the disk if
-    necessary.
+    """Map all pages of a model whose files `from_pretrained` has mapped, reading missing pages.
 
-    If they do not fit in memory, experts stay on the disk as in `read_packed`.
+    If the pages do not fit in memory, experts stay on the disk as in `read_packed`.
     """
     tensors = _mapped_tensors(model)
     total, available = sum(tensor.nbytes for tensor in tensors), available_bytes()

@@ -42,7 +42,7 @@ class PackedWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors so far."""
+        """Bytes of all tensors written so far."""
         return sum(sum(sizes.values()) for sizes in self._sizes.values())
 
     def write_experts(self, layer: HostLayer) -> None:
@@ -52,7 +52,7 @@ class PackedWriter:
         self._write(name, tensors, experts if experts in tensors else None)
 
     def write_dense(self, model: PreTrainedModel) -> None:
-        """Write the file of dense parts, and one file for each table whose rows may be read."""
+        """Write the file of dense parts, and one file for each table of rows."""
         tables = stored_tables(model)
         self._write(DENSE_FILE, _dense_tensors(model, tables))
         for number, (name, parts) in enumerate(tables.items()):
@@ -63,7 +63,7 @@ class PackedWriter:
         self.note(name)
 
     def note(self, name: str) -> None:
-        """Record that a file is written."""
+        """Record the tensors of a file that has been written."""
         entries = read_header(self.directory / name)
         self._sizes[name] = {tensor: entry.num_bytes for tensor, entry in entries.items()}
 
@@ -76,23 +76,23 @@ class PackedWriter:
 
 
 class LayerSink(Protocol):
-    """Takes layers that a load has completed, in place of memory."""
+    """Receives each layer that a load has completed, so that memory need not hold all layers."""
 
     def begin(self, expected_bytes: int, table_bytes: int) -> None:
-        """Receive the total bytes of experts and of tables of rows, before the first layer."""
+        """Receive the total bytes of experts and tables of rows; must precede the first layer."""
 
     def resume(self, layer: HostLayer) -> None:
-        """Complete a layer from an earlier run, before any of it is read."""
+        """Complete a layer from an earlier run's file, if any, before its tensors are read."""
 
     def take(self, layer: HostLayer) -> None:
         """Take a complete layer; its memory may then be freed."""
 
 
 class FileSink:
-    """Writes complete layers to files; knows those that an earlier run has written."""
+    """Writes complete layers to files, and reuses the files that an earlier run has written."""
 
     def __init__(self, directory: Path, identity: str, on_progress: OnProgress) -> None:
-        """Continue an earlier run; another source or other options start over."""
+        """Continue an earlier run of the same `identity` (source and options), else start over."""
         self._files, self._identity, self._on_progress = (
             PackedWriter(directory), identity, on_progress,
         )  # fmt: skip
@@ -108,7 +108,7 @@ class FileSink:
             self._files.sums = {name: FileSums(*sums) for name, sums in noted["sums"].items()}
 
     def begin(self, expected_bytes: int, table_bytes: int) -> None:
-        """Receive the total bytes of experts and of tables of rows, before the first layer.
+        """Receive the total bytes of experts and tables of rows; must precede the first layer.
 
         Raises `CapacityError` if the disk has no room.
         """
@@ -126,7 +126,7 @@ class FileSink:
             )
 
     def resume(self, layer: HostLayer) -> None:
-        """Map a layer's file if it is whole, which completes the layer."""
+        """Complete a layer by mapping its file, if an earlier run wrote it and it is undamaged."""
         name, files = experts_file(layer.layer), self._files
         if not self._has(name) or sha256_of(files.directory / name) != files.sums[name].sha256:
             files.sums.pop(name, None)
@@ -138,7 +138,7 @@ class FileSink:
         self._tell(layer)
 
     def take(self, layer: HostLayer) -> None:
-        """Write a layer in the background, after the one before is written."""
+        """Write a layer in the background, once the previous layer is written."""
         self._wait()
         self._writing = self._pool.submit(self._write, layer)
 
@@ -158,7 +158,7 @@ class FileSink:
             self._writing.result()
 
     def _write(self, layer: HostLayer) -> None:
-        """Write a layer, which then reads from the file."""
+        """Write a layer to its file, and make the layer read from that file."""
         try:
             self._files.write_experts(layer)
             self._write_progress()
@@ -175,7 +175,7 @@ class FileSink:
         return name in self._files.sums and (self._files.directory / name).exists()
 
     def _mapped(self, layer: HostLayer) -> dict[str, Tensor]:
-        """Return the tensors of a layer's file, by the layer's names."""
+        """Return the tensors of a layer's file, by their names in the layer."""
         prefix = f"{layer.arrivals.name}.{packed_name('')}"
         with safe_open(self._files.directory / experts_file(layer.layer), framework="pt") as file:
             return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -198,7 +198,7 @@ def _layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
 
 
 def _dense_tensors(model: PreTrainedModel, tables: Collection[str]) -> dict[str, Parts]:
-    """Return the state dict without experts and tables.
+    """Return the state dict without experts and tables of rows; packed layers in stored form.
 
     Of tied tensors only the first is included, because loading ties them again.
     """

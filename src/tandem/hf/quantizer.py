@@ -1,7 +1,8 @@
 """The quantizer, through which `from_pretrained` hands a model's experts to Tandem.
 
-Transformers calls it before the weights (find the experts modules, announce their layers), for each
-expert tensor (move it into the host store) and after them (bind modules to the executor).
+Transformers calls it before it loads weights (to find the experts modules and announce their
+layers), for each expert tensor (to move it into the host store), and after it has loaded all
+weights (to bind the modules to the executor).
 """
 
 import warnings
@@ -88,23 +89,24 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         """The shapes of the dense parameters, from the config."""
 
     def validate_environment(self, **kwargs: object) -> None:
-        """No-op: `update_device_map` refuses what Tandem cannot do."""
+        """Do nothing: `update_device_map` refuses devices that Tandem cannot use."""
 
     def update_device_map(self, device_map: object) -> None:
-        """Remember the device of the dense parts, and let all weights be read on the host."""
+        """Set the device of the dense parts; return None, so that weights are read on the host."""
         chosen = self._job.device
         self.runtime.device = chosen or dense_device(self.quantization_config, device_map)
 
     def prepare_config(self, config: PreTrainedConfig) -> None:
-        """Set the packed files' names, which Transformers alone does not know."""
+        """Set the name of the packed files' index, which Transformers does not know."""
         if self.pre_quantized:
             config.transformers_weights = INDEX_FILE
 
     def announce_layers(self, model: PreTrainedModel) -> dict[str, ModelPart]:
         """Find a model's experts modules, and announce a layer in the store for each.
 
-        Returns the modules by name, none for a dense model. Raises `UnsupportedModelError` for
-        experts in other modules, and `ConfigError` for options that need experts.
+        Returns the modules by name, without modules tied to others; empty for a dense model. Raises
+        `UnsupportedModelError` for experts in other modules, and `ConfigError` for options that
+        need experts.
         """
         put_on_interface(model)
         self._own_conversions = adapter_conversions(model, self._writer)
@@ -170,7 +172,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def _begin(
         self, sink: LayerSink, model: PreTrainedModel, experts: dict[str, ModelPart]
     ) -> None:
-        """Begin the packed files, or continue after the layers that exist."""
+        """Begin writing the packed files, or continue after the layers of an earlier run."""
         store = self.runtime.store
         tables = sum(table.weight.nbytes for table in row_tables(model).values())
         sink.begin(store.expected_bytes(source_dtype_of(experts, model.dtype)), tables)
@@ -184,9 +186,9 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         formats: Mapping[str, WeightFormat | None],
         files: object,
     ) -> None:
-        """Leave tables of rows on the disk if memory, or a GPU's, cannot hold them all.
+        """Leave tables of rows on the disk if host or GPU memory cannot hold the whole model.
 
-        They are also left there while a model is packed: they are copied from file to file.
+        Tables also stay on the disk while a model is packed: they are copied from file to file.
         """
         job, device = self._job, self.runtime.device
         short = short_memory(
@@ -215,8 +217,8 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     ) -> dict[str, WeightFormat | None]:
         """Return the formats, by weight, in which linear layers keep the source's codes.
 
-        None for quantised layers that cannot keep them: no format holds them, or `dense_dtype` is
-        not "auto".
+        None for a quantised layer that cannot keep its codes: no format holds them, `dense_dtype`
+        is not "auto", or the model's experts are not quantised.
         """
         source = self._job.source
         if source is None:
@@ -266,7 +268,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return float(super().param_element_size(model, param_name, param))
 
     def get_new_dtype(self, converter: object, param: Tensor, dtype: torch.dtype) -> object:
-        """Leave packed experts in the file's dtype; dense parts follow the model's."""
+        """Keep the file's dtype of experts that a converter stores; dense parts get the model's."""
         operations = converter.operations if isinstance(converter, WeightConverter) else ()
         if any(isinstance(op, StoreFused) for op in operations):
             return None
@@ -277,7 +279,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return StoreFused(self._writer)
 
     def rewrite_conversions(self, conversions: list[object]) -> list[object]:
-        """Store experts one by one if they arrive so; map packed names to Tandem's operation."""
+        """Store separate experts one by one, without a merge; map packed names to `StorePacked`."""
         if self.pre_quantized:
             # Longest first, because Transformers 5.17 also finds "down_proj" in "down_proj_bias".
             names = sorted(TENSOR_NAMES, key=len, reverse=True)
@@ -338,7 +340,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Refuse; Transformers' Trainer asks, and would refer users to Transformers."""
+        """Raise `ConfigError`; on False, Transformers' Trainer refers users to Transformers."""
         raise ConfigError(
             "a model that Tandem computes cannot be trained, nor can adapters on it: no gradients "
             "come through experts and packed layers; train the model as Transformers loads it, "

@@ -1,4 +1,4 @@
-"""Finds the linear layers of routers: those beside experts with one score for each.
+"""Finds the linear layers of routers: modules beside experts that end in one score per expert.
 
 Works by shapes, so that a model's weights need not be loaded; `tests/hf/test_architectures.py`
 compares the result with what the weights of the chosen experts depend on.
@@ -13,8 +13,8 @@ from tandem.hf.experts import is_experts_module, num_spare_experts
 def router_layers(model: nn.Module) -> set[nn.Module]:
     """Return all linear layers of a model's routers.
 
-    A router is in the smallest block around its experts that contains one, unless other experts are
-    in that block too.
+    A router is in the smallest block around its experts that contains a router. Blocks that also
+    contain other experts are not searched.
     """
     modules = dict(model.named_modules())
     experts = {path: module for path, module in modules.items() if is_experts_module(module)}
@@ -35,7 +35,7 @@ def router_layers(model: nn.Module) -> set[nn.Module]:
 def _scores(part: nn.Module, experts: ModelPart) -> bool:
     """Whether part of a block ends in a matrix with as many rows as there are experts.
 
-    There may be more rows: experts without weights, or one that stands for none (ZAYA).
+    There may be more rows: for experts without weights, or for the choice of no expert (ZAYA).
     """
     count = getattr(experts, "num_experts", None) or len(experts.down_proj)
     spare = num_spare_experts(experts) or 1

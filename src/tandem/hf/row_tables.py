@@ -1,7 +1,7 @@
 """Tables of rows on the disk: embeddings of n-grams or by layer, of which a token reads a few rows.
 
-They are not loaded if memory cannot hold the whole model. A row is read from the checkpoint's files
-when a token needs it, all rows of a call at once (`csrc/disk`).
+The tables stay on the disk if memory cannot hold the whole model. A call reads the rows that its
+tokens need from the checkpoint's files, all at once (`csrc/disk`).
 """
 
 import re
@@ -110,7 +110,7 @@ class DiskEmbedding(nn.Module):
 def _read(
     tables: _native.RowTables, number: int, width: int, dtype: torch.dtype, ids: Tensor
 ) -> Tensor:
-    """Return the rows of `ids`, on their device; ids on a GPU are waited for."""
+    """Return the rows of `ids`, on the device of `ids`; waits for ids that a GPU computes."""
     numbers = ids.to("cpu", torch.int64).contiguous()
     out = room_for_rows(tables, number, width, dtype, numbers)
     tables.read(number, numbers, out)
@@ -125,9 +125,9 @@ def room_for_rows(
 
 
 def row_tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
-    """Return a model's large embeddings, by path, except those of its tokens.
+    """Return, by path, a model's tables of rows: large embeddings, not the token embeddings.
 
-    Embeddings of towers, and those that share their weight, do not count.
+    Embeddings of towers, and embeddings that share their weight, are left out.
     """
     tied = tied_weights(model)
     shared = {*tied, *tied.values()}
@@ -149,7 +149,7 @@ def tables_on_disk(model: nn.Module) -> list[DiskEmbedding]:
 
 
 def stored_tables(model: PreTrainedModel) -> dict[str, list[Tensor]]:
-    """Return a model's tables by the names of their weights, each in parts of its rows."""
+    """Return a model's tables of rows by the names of their weights, each as a list of parts."""
     on_disk = {p: m.place for p, m in model.named_modules() if isinstance(m, DiskEmbedding)}
     found = {f"{path}.weight": [table.weight.detach()] for path, table in row_tables(model).items()}
     return found | {f"{path}.weight": place.tensors() for path, place in on_disk.items()}
@@ -158,8 +158,9 @@ def stored_tables(model: PreTrainedModel) -> dict[str, list[Tensor]]:
 def leave_on_disk(model: PreTrainedModel, entries: Mapping[str, TensorEntry]) -> Collection[Path]:
     """Replace a model's tables by modules that read rows from files, before weights are loaded.
 
-    A table stays if its tensors are not rows of one dtype in these files. Returns the files that
-    hold nothing else, which loading need not open.
+    `entries` has the files' tensors by name. A table is not replaced if its tensors in these files
+    are incomplete or differ in dtype. Returns the files that hold only replaced tables, which
+    loading need not open.
     """
     places = _places(model, row_tables(model), entries)
     if not places:
@@ -210,7 +211,7 @@ def entries_of(files: Iterable[str]) -> dict[str, TensorEntry]:
 def _places(
     model: PreTrainedModel, tables: Mapping[str, nn.Embedding], entries: Mapping[str, TensorEntry]
 ) -> dict[str, TablePlace]:
-    """Return the tables' places by path, without those that are incomplete in these files."""
+    """Return the places of `tables` by path, without tables that are incomplete in these files."""
     words = {path.rpartition(".")[2] for path in tables}
     names = [name for name in entries if not words.isdisjoint(name.split("."))]
     parts: dict[str, list[str]] = defaultdict(list)
@@ -232,7 +233,7 @@ def _are_rows(parts: Collection[TensorEntry], table: nn.Embedding) -> bool:
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """Return a sort key in the order in which Transformers joins parts: numbers by their size."""
+    """Return a sort key for the order in which Transformers joins parts: numbers by their value."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 

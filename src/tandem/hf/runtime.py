@@ -1,6 +1,7 @@
-"""What a loaded model's experts run on; `runtime_of` finds it.
+"""The `Runtime` of a loaded model, which holds and runs its experts; `runtime_of` finds it.
 
-The quantizer makes it while Transformers loads the model, and it then belongs to the model.
+The quantizer creates the runtime while Transformers loads the model. Afterwards the runtime belongs
+to the model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ _CLOSED = "the model has been closed; load it again"
 
 
 class _ClosedExecutor(Executor):
-    """Replaces the executor of a closed model: every use raises one sentence."""
+    """Replaces the executor of a closed model: every use raises `ConfigError`."""
 
     needs_steps = True  # so that a step is refused before the model's own layers run
 
@@ -55,7 +56,7 @@ class Runtime:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """The device of the dense parts after loading."""
     look_ahead: LookAhead | None = None
-    """The look-ahead that the executor asks about the next layer, if any."""
+    """The look-ahead that predicts the next layer for the executor, if any."""
     kv_dtype: str = "auto"
     """The default dtype of keys and values; "auto" is the model's dtype."""
     host_slots: HostSlots | None = None
@@ -78,7 +79,7 @@ class Runtime:
         return self._threads
 
     def choose(self, options: OffloadConfig) -> None:
-        """Follow other options from now on."""
+        """Use other options from now on."""
         if (options.threads, options.isa) != (self.options.threads, self.options.isa):
             self._threads = None
         self.options = options
@@ -101,7 +102,7 @@ class Runtime:
 
     @contextmanager
     def looking_ahead(self, ahead: LookAhead | None) -> Iterator[LookAhead | None]:
-        """Install what asks the routers ahead, if anything; an error in the context removes it."""
+        """Install a look-ahead, if given; an error in the context closes and removes it."""
         self.look_ahead = ahead
         try:
             yield ahead
@@ -112,9 +113,7 @@ class Runtime:
             raise
 
     def use(self, executor: Executor) -> None:
-        """Run the experts through another executor from now on, such as one around the present
-        one.
-        """
+        """Run the experts through another executor from now on; it may wrap the present one."""
         self.executor = executor
         bind_all(self.bound, executor)
 
@@ -134,7 +133,10 @@ class Runtime:
             raise ConfigError(_CLOSED)
 
     def require_here(self) -> None:
-        """Raise `ModelError` in a fork of the process whose threads read experts from the disk."""
+        """Raise `ModelError` in a forked process if experts are on the disk.
+
+        The threads that read experts exist only in the original process.
+        """
         if self.host_slots is not None:
             self.host_slots.native.require_here()
 
@@ -174,7 +176,7 @@ def give_runtime(model: PreTrainedModel, runtime: Runtime) -> None:
 def require_experts(model: PreTrainedModel) -> Runtime:
     """Return the runtime of a model with experts; raises `UnsupportedModelError` for a dense one.
 
-    Also raises as `require_runtime` does.
+    Also raises as `require_runtime` and `Runtime.require_open` do.
     """
     runtime = require_runtime(model)
     runtime.require_open()

@@ -14,14 +14,15 @@ from tandem.kernels.opaque_calls import is_capturing
 MAX_STEP_TOKENS = 2048
 
 SEQUENCES: ContextVar[Callable[[], Tensor] | None] = ContextVar("tandem_sequences", default=None)
-"""Set while one row of ids contains several sequences: returns each token's sequence,
+"""Set while one row of ids contains several sequences: returns the sequence of each token,
 (n_tokens,)."""
 
 
 def announce_steps(model: PreTrainedModel, runtime: Runtime) -> None:
     """Announce each forward pass to the executor: its token ids, and whether it is a prompt.
 
-    A pass that cannot complete is refused before torch waits for its own threads.
+    A pass that cannot complete, as in a forked process, is refused before torch would wait for
+    threads that do not exist.
     """
 
     def announce(module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

@@ -1,6 +1,6 @@
 """Routers that look a token's experts up in a table: their choice is known with the token.
 
-Works on loaded models and on ones on the meta device, for forecasts.
+Works on loaded models and, for forecasts, on models on the meta device.
 """
 
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tandem.hf.experts import Bound
 
 TABLE = "tid2eid"
-"""The name in Transformers of a router's table (vocabulary, experts of a token)."""
+"""Transformers' name for a router's table of shape (vocabulary, experts of a token)."""
 
 
 def is_by_token(router: nn.Module) -> bool:
@@ -19,7 +19,7 @@ def is_by_token(router: nn.Module) -> bool:
 def tables_by_token(model: nn.Module, bound: Bound) -> list[tuple[int, Tensor]]:
     """Return the layers that are routed by token id, in order, each with its table.
 
-    `bound` are the model's experts modules; a router is beside its experts.
+    `bound` lists the model's experts modules. A router must be a sibling of its experts module.
     """
     layers, found = dict(bound), list[tuple[int, Tensor]]()
     for block in model.modules():

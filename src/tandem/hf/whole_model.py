@@ -27,10 +27,10 @@ def require_room(
     parts: Mapping[str, int],
     smaller: Mapping[str, int],
 ) -> int:
-    """Return a GPU's bytes for a dense model; raises `CapacityError` if the model does not fit.
+    """Return a GPU's budget for a dense model; raises `CapacityError` if the model does not fit.
 
-    `parts` are those of a plan, including `dense`. `smaller` are other sizes of them, by the option
-    that gives them, the largest first.
+    `parts` has a plan's bytes by part, including `dense`. `smaller` maps each option that would
+    shrink the `dense` part to that part's smaller size, the largest first.
     """
     names = {"dense": "weights", "kv_cache": "keys and values", "workspace": "activations"}
     others = sum(parts.values()) - parts["dense"]
@@ -47,10 +47,10 @@ def require_room_for(
     *,
     is_stored: bool,
 ) -> None:
-    """Raise `CapacityError` if a GPU cannot hold a dense model, of which nothing is read yet.
+    """Raise `CapacityError` if a GPU cannot hold a dense model whose weights are not read yet.
 
     `codes` are the formats of a quantised checkpoint's layers, by weight. `is_stored` says that
-    packed files fix the formats.
+    packed files fix the formats, so that the error must not suggest others.
     """
     config = model.config.get_text_config()
     longest = value_of(config, "max_position_embeddings") or USUAL_CONTEXT
@@ -67,7 +67,7 @@ def require_room_for(
 
 
 def prompt_bytes(config: PreTrainedConfig, num_tokens: int, top_k: int) -> int:
-    """Return the most bytes that a prompt's activations take: routed tokens in fp32, and so on.
+    """Return the most bytes that a prompt's activations take, mainly routed tokens' fp32 results.
 
     A dense layer counts as one expert.
     """
@@ -77,7 +77,7 @@ def prompt_bytes(config: PreTrainedConfig, num_tokens: int, top_k: int) -> int:
 def _bytes_with(
     model: PreTrainedModel, options: OffloadConfig, codes: Mapping[str, WeightFormat | None]
 ) -> int:
-    """Return the bytes of a model on a GPU; in packed files the layers have their own formats."""
+    """Return the bytes of a model on a GPU; layers of packed files keep the files' formats."""
     if not has_kernels():
         return device_bytes(model, {})
     found = layer_formats(model, HostStore(), options, codes, on_device=True)

@@ -1,7 +1,7 @@
 """Finds the native form of a model's activation by trying it, not by its name.
 
 The activation is code that Tandem does not know. It is called on fixed random rows, and its result
-compared with the native candidates. Without a match the torch reference computes the experts.
+is compared with those of the native candidates. Without a match, torch computes the activation.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,9 +33,9 @@ def find_native_activation(
 ) -> NativeActivation | None:
     """Return the native form of a model's activation, or None.
 
-    `activate` maps rows of the first projection to the second's input, for gated experts from
-    [gate; up] or, if `is_interleaved`, from gate and up in turn. `parameters` is the object (the
-    experts module) whose attributes may hold alpha and limit.
+    `activate` maps results of the first projection to the second projection's input. For gated
+    experts, results are [gate; up] or, if `is_interleaved`, gate and up alternate. `parameters` is
+    the object (the experts module) whose attributes may hold alpha and limit.
     """
     generator = torch.Generator().manual_seed(0)
     width = _PROBE_COLS * (1 + is_gated)
@@ -97,6 +97,6 @@ def _numbers(parameters: object, names: tuple[str, ...]) -> list[float]:
 
 
 def interleave(rows: Tensor) -> Tensor:
-    """Convert rows of [gate; up] to rows of gate and up in turn."""
+    """Convert rows of [gate; up] to rows in which gate and up alternate."""
     gate, up = rows.chunk(2, dim=-1)
     return torch.stack([gate, up], dim=-1).flatten(-2)

@@ -1,7 +1,7 @@
 """Attention over a KV cache on the CPU, for the tokens of a step or of a prompt.
 
 A layer's keys and values are (slots, KV heads, blocks of 16 positions), in the kernels' layout
-(`csrc/kv_layout.hpp`); each slot has its own length. Validates what C++ takes on trust.
+(`csrc/kv_layout.hpp`); each slot has its own length.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def require_kv_dtype(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionForm:
-    """The form of a model's attention, beyond a softmax of scaled products."""
+    """The sizes of a model's attention, and its additions to a softmax of scaled products."""
 
     num_heads: int
     num_kv_heads: int
@@ -45,7 +45,7 @@ class AttentionForm:
     softcap: float = 0.0
     """Scores become softcap * tanh(score / softcap); 0: no cap."""
     window: int = 0
-    """Positions that a token sees, including itself; 0: all earlier ones."""
+    """Positions that a token sees, including its own; 0: no limit."""
     keeps_prompt: bool = False
     """Whether a token sees its slot's whole prompt besides the window."""
     chunk: int = 0
@@ -61,7 +61,7 @@ class AttentionForm:
         return 0 if self.keeps_prompt else self.window
 
     def most_seen(self, length: int) -> int:
-        """Return how many positions the last of `length` tokens sees, except in prompts."""
+        """Return how many positions the last of `length` tokens sees, besides a kept prompt."""
         of_chunk = (length - 1) % self.chunk + 1 if self.chunk else length
         return min(of_chunk, self.window or length)
 
@@ -72,7 +72,7 @@ class DistanceBias(NamedTuple):
     states: Tensor
     """(heads, n_tokens, dim): the weight of each profile"""
     profiles: Tensor
-    """(dim, extent): the profiles by distance from 0 on; zero beyond"""
+    """(dim, extent): the profiles by distance from 0 on; the bias is 0 beyond"""
 
     def at(self, distances: Tensor) -> Tensor:
         """Return the bias at distances (n_tokens, any): (heads, n_tokens, any) fp32."""
@@ -106,10 +106,10 @@ class CachedAttention:
     ) -> None:
         """Keep keys and values as `kv_dtype`, of `KV_DTYPES`; no memory is allocated yet.
 
-        `sinks` (heads,) are scores without values that take a share of the softmax. Where windows
-        keep prompts, `prompt_lengths` (slots,) int64 are read when attention is computed.
-        `profiles` are those of a `DistanceBias`. If a layer `is_joint`, its keys are also its
-        values and are kept once.
+        `sinks` (heads,) are scores without values, which get a share of the softmax. If windows
+        keep prompts, `prompt_lengths` (slots,) int64 is read each time attention is computed.
+        `profiles` are those of a `DistanceBias`. If `is_joint`, the layer's keys are also its
+        values and are stored once.
         """
         self.form, self._is_joint = form, is_joint
         self.kv_dtype = kv_dtype if isinstance(kv_dtype, str) else _OF_VALUES[kv_dtype]
@@ -151,7 +151,7 @@ class CachedAttention:
         return self._profiles is not None
 
     def compress(self, ratio: int) -> "CompressedKeys":
-        """Also attend to one key for every `ratio` tokens; return the memory of these keys."""
+        """Attend also to a compressed key for every `ratio` tokens; return these keys."""
         self.compressed = CompressedKeys(self.native, self.kv_dtype, ratio)
         return self.compressed
 
@@ -183,9 +183,7 @@ class CachedAttention:
         self.native.set_cache(self.keys, self.values)
 
     def with_sinks(self, sinks: Tensor) -> "CachedAttention":
-        """Return attention to the same keys and values, which this object owns, with other
-        sinks.
-        """
+        """Return attention with other sinks to the same keys and values, which this object owns."""
         other = CachedAttention(
             self.form, self.kv_dtype, sinks, self._prompt_lengths, is_joint=self._is_joint
         )
@@ -208,12 +206,13 @@ class CachedAttention:
         value: Tensor,
         compressed: Tensor | None = None,
     ) -> None:
-        """Write (kv heads, n_tokens, dim) of tokens whose slot and position are (n_tokens,) int64.
+        """Write keys and values (kv heads, n_tokens, dim) of tokens.
 
-        The caller makes room; positions outside the cache raise `ValueError`. A slot's positions
-        are filled in order, without a gap; a layer with a window keeps as many of the last ones as
-        it has room for. `compressed` (1, n_tokens, dim) has compressed keys; those of tokens that
-        end a window are kept.
+        `slots` and `positions` are (n_tokens,) int64. The caller must have reserved the memory;
+        positions outside the cache raise `ValueError`. A slot's positions must be filled in order,
+        without a gap; a layer with a window keeps as many of the last positions as it has room for.
+        `compressed` (1, n_tokens, dim) has compressed keys, of which those of tokens that end a
+        window are stored.
         """
         key, value = _dense_last(key), _dense_last(value)
         compressed = None if compressed is None else _dense_last(compressed)
@@ -232,12 +231,12 @@ class CachedAttention:
     ) -> Tensor:
         """Attend: query (heads, n_tokens, key dim) -> (n_tokens, heads, value dim).
 
-        Consecutive tokens of one slot share their reads. With `selected` (n_tokens, most) int32 a
-        token attends only to those blocks of positions, in any order, or to those compressed keys,
-        if there are any; -1 fills the rest. A token whose first number is -1 attends to all.
-        `selected` is (n_tokens, kv heads, most) if the form selects by head. `bias_states` are
-        those of a `DistanceBias`. `sinks` (n_tokens, heads) are those of the layer for each token.
-        The result may be written to `out`.
+        Consecutive tokens of one slot share their reads. `selected` (n_tokens, most) int32 has the
+        numbers of the blocks of positions, or of the compressed keys if the layer has them, to
+        which a token attends, in any order; -1 fills the rest. A token whose first number is -1
+        attends to all. `selected` is (n_tokens, kv heads, most) if the form selects by head.
+        `bias_states` are the states of a `DistanceBias`. `sinks` (n_tokens, heads) are the layer's
+        sinks for each token. The result is written to `out` if given.
         """
         query = _dense_last(query)
         if out is None:
@@ -252,7 +251,7 @@ class CompressedKeys:
     """Keys of a layer that stand for several tokens each, and are their own values."""
 
     def __init__(self, layer: _native.AttentionLayer, kv_dtype: str, ratio: int) -> None:
-        """Keep a key for every `ratio` tokens; no memory is taken yet."""
+        """Keep a key for every `ratio` tokens; no memory is allocated yet."""
         self._layer, self._kv_dtype, self.ratio = layer, kv_dtype, ratio
         self.memory = torch.empty((0, 0, layer.joint_key_bytes), dtype=torch.uint8, device="cpu")
         """(slots, keys, bytes of a key), laid out as in `csrc/kv_layout.hpp`"""
@@ -264,9 +263,7 @@ class CompressedKeys:
         return self.memory.nbytes
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the bytes of `num_tokens` tokens in one slot, whose last window may be
-        incomplete.
-        """
+        """Return the bytes of `num_tokens` tokens in a slot; the last window may be incomplete."""
         return -(-num_tokens // self.ratio) * self._layer.joint_key_bytes
 
     def reserve(self, num_slots: int, capacity: int, used: int = 0) -> None:

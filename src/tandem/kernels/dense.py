@@ -1,6 +1,6 @@
 """Dense matrices in packed formats: nn.Linear's product on the experts' kernels and threads.
 
-A row's result does not depend on the other rows of a call.
+A token's result does not depend on the other tokens of a call.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,16 @@ VALUE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuThreads:
-    """The threads that a model's experts, dense layers and attention share; one call runs at a
-    time.
+    """The threads that a model's experts, dense layers and attention share.
+
+    Only one call runs at a time.
     """
 
     def __init__(self, *, num_threads: int | None = None, isa: str = "") -> None:
         """Start `num_threads` - 1 threads on first use; None means one for each fast core.
 
-        `isa` names an instruction set, "" takes the best. Raises `ConfigError` for one that this
-        processor lacks.
+        `isa` names an instruction set; "" means the best one. Raises `ConfigError` if this
+        processor lacks the instruction set.
         """
         self.num_threads = num_threads or detect_cpu().num_threads
         self.isa = choose_isa(isa)
@@ -67,7 +68,7 @@ class CpuThreads:
 
 @dataclass(frozen=True, slots=True)
 class DenseWeight:
-    """A packed (out_features, in_features) matrix with its bias, in the form of the kernels."""
+    """A packed (out_features, in_features) matrix and its bias, in the form that kernels read."""
 
     matrix: PackedMatrix
     bias: Tensor | None
@@ -122,7 +123,7 @@ class DenseWeight:
         return DenseWeight(rows, part(self.bias))
 
     def values(self) -> Tensor:
-        """Return the matrix in fp32: (out_features, in_features). Slow: unpacks."""
+        """Return the unpacked matrix in fp32, (out_features, in_features); this is slow."""
         return unpack(self.matrix)
 
 
@@ -145,8 +146,8 @@ def pack_dense(
 def multiply(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> list[Tensor]:
     """Return x @ weight.T + bias for each weight: (..., in_features) -> (..., out_features).
 
-    `x` is fp32 or bf16, the results have its dtype. The weights have one format and one number of
-    input features, so that `x` is rounded for them once; at most eight.
+    `x` must be fp32 or bf16; the results have its dtype. The weights, at most eight, must have the
+    same format and number of input features, so that `x` is rounded only once.
     """
     x = x.contiguous()
     shape = x.shape[:-1]
@@ -160,8 +161,8 @@ def multiply(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> 
 def multiply_groups(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tensor) -> Tensor:
     """Return each group's own product: (n_tokens, groups, in) -> (n_tokens, groups, out).
 
-    `weights` is one (out, in) matrix a group, all of one shape and format. `x` is fp32 or bf16, its
-    last dimension without gaps; the result has its dtype.
+    `weights` has one (out, in) matrix per group, all of the same shape and format. `x` must be fp32
+    or bf16, and is copied if its last dimension has gaps; the result has its dtype.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     shape = (len(x), len(weights), weights[0].matrix.rows)

@@ -1,8 +1,9 @@
-"""Compressed windows of tokens on a device that computes in torch (`csrc/compression.hpp` on CPUs).
+"""Computes compressed keys in torch on a device; on CPUs, `csrc/compression.hpp` does.
 
-Tokens are stored by position in a ring per slot, gates with their bias. A ring has room for drafted
-tokens and one padding token beyond the windows that the next key needs, so that taking tokens back
-changes nothing. Nothing here waits for the device, so that steps can be captured.
+Each slot has a ring that stores the values and biased gates of tokens by position. Besides the
+windows that the next key needs, a ring has room for drafted tokens and one padding token, so that
+rejecting drafted tokens changes nothing. Nothing here waits for the device, so that steps can be
+captured.
 """
 
 import torch
@@ -12,7 +13,7 @@ from tandem.kernels.recurrent import Compression
 
 
 def ring_shape(operation: Compression) -> tuple[int, ...]:
-    """Return the shape of a slot's ring: tokens, values and gates, their width."""
+    """Return the shape of a slot's ring: (tokens, 2 for values and gates, width)."""
     num_tokens, *rest = operation.state_shape
     return num_tokens + 1, *rest  # a padding token follows the drafted ones
 
@@ -22,7 +23,7 @@ def compress_prompt(
 ) -> Tensor:
     """Return the keys (n_tokens, dim) of a slot's tokens from position `first` on.
 
-    `ring` is the slot's. The keys of tokens that end no window are zeros.
+    `ring` is the slot's ring, which is updated. The keys of tokens that end no window are zeros.
     """
     ratio, span, kept, count = *_sizes(operation), len(ring), len(values)
     positions = torch.arange(first + 1 - span, first + count, device=values.device)
@@ -57,7 +58,7 @@ def compress_step(
 
 
 def _sizes(operation: Compression) -> tuple[int, int]:
-    """Return the number of tokens of a window, and of those that a key is made from."""
+    """Return the number of tokens in a window, and the number from which a key is computed."""
     ratio = len(operation.bias)
     return ratio, ratio * operation.num_series
 
@@ -69,7 +70,7 @@ def _with_bias(operation: Compression, positions: Tensor, values: Tensor, gates:
 
 
 def _keys(operation: Compression, tokens: Tensor, are_there: Tensor) -> Tensor:
-    """Return the keys (n, dim) of (n, tokens of a key, 2, width); tokens may be missing."""
+    """Return keys (n, dim) from those tokens (n, tokens of a key, 2, width) that `are_there`."""
     bias, num_series = operation
     if num_series > 1:  # the first series belongs to the previous window, the second to its own
         before, own = tokens.split(len(bias), 1)

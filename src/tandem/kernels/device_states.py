@@ -1,8 +1,9 @@
-"""Convolutions and recurrences in torch on a device: the reference of its kernels.
+"""Convolutions and recurrences in torch on a device: the reference of the device's kernels.
 
-Tokens come in runs of one slot, one after another. All but the certain tokens of a run may be taken
-back: the state stays at the last certain token, the others are logged, and the slot's next run
-repeats those that were accepted. Nothing here waits for the device, so that steps can be captured.
+The tokens of a call form runs, each of consecutive tokens of one slot. A run begins with its
+certain tokens; the tokens after them are drafts, which may be rejected. The state is stored after
+the last certain token, drafts are logged, and the slot's next run repeats the accepted drafts.
+Nothing here waits for the device, so that steps can be captured.
 """
 
 from typing import NamedTuple, Protocol
@@ -29,13 +30,13 @@ class Run(NamedTuple):
 
     slot: int
     first: int
-    """Row of the first token."""
+    """Index of the first token in the call."""
     num_tokens: int
     num_certain: int
-    """After this many tokens the slot's state is stored; the others are logged. 0 marks an idle
-    run: it has outputs but stores nothing, and names the slot and half of the first run."""
+    """The slot's state is stored after this many tokens; later tokens are logged. 0 marks an idle
+    run, which has outputs but stores nothing, and must name the slot and half of the first run."""
     num_again: int = -1
-    """Logged tokens to repeat first; -1: the slot begins with zeros."""
+    """Number of logged tokens to repeat first; -1: the slot begins with a state of zeros."""
     half: int = 0
     """The half of the slot's log to read; the run writes the other half."""
 
@@ -44,12 +45,12 @@ class SlotTokens(NamedTuple):
     """The tokens of a call."""
 
     runs: Tensor
-    """(n_runs, 6) int64 on the device: each is a `Run`; the first one is not idle."""
+    """(n_runs, 6) int64 on the device, each a `Run`; the first run must not be idle."""
     most: int
-    """The most tokens of a run."""
+    """The largest number of tokens in a run."""
     have_log: bool = True
-    """Whether some tokens are repeated or logged; kernels that loop on the device find out
-    themselves."""
+    """Whether some tokens are repeated or logged; kernels that loop on the device read this from
+    `runs` instead."""
 
 
 class StateMemory(NamedTuple):
@@ -64,7 +65,8 @@ class StateMemory(NamedTuple):
 class StateKernels(Protocol):
     """Operations that change states; all numbers are fp32.
 
-    Weights are (width, channels) in memory, factors (key_dim, value_dim), whatever their shape.
+    In memory, weights are (width, channels) and factors (key_dim, value_dim), whatever their
+    tensors' shapes.
     """
 
     loops_on_device: bool
@@ -78,10 +80,10 @@ class StateKernels(Protocol):
     def recur(
         self, operation: Recurrence, memory: StateMemory, tokens: SlotTokens, *inputs: Tensor
     ) -> Tensor:
-        """Return the recurrence's outputs (n_tokens, heads, value_dim), as in
-        `RecurrenceState.add`.
+        """Return a recurrence's outputs (n_tokens, heads, value_dim).
 
-        `inputs` are values, queries, keys and decays, perhaps rates.
+        `inputs` are values, queries, keys, decays and optionally rates, as in
+        `RecurrenceState.add`.
         """
 
     def compress(
@@ -97,7 +99,7 @@ class StateKernels(Protocol):
 
 
 def logged_values(operation: StateOperation) -> int:
-    """Return how many values the log of a drafted token has."""
+    """Return how many values are logged for a drafted token."""
     if isinstance(operation, Convolution):
         return len(operation.weight)
     if isinstance(operation, Compression):
@@ -106,14 +108,14 @@ def logged_values(operation: StateOperation) -> int:
 
 
 def logged_sizes(form: RecurrenceForm) -> tuple[int, int, int, int]:
-    """Return how many values of keys, values, decays and rates a token's log has."""
+    """Return how many values of keys, values, decays and rates are logged for a token."""
     values = form.num_heads * form.value_dim
     each = {"head": 1, "key": form.key_dim, "pair": form.value_dim}[form.decay]
     return form.num_key_heads * form.key_dim, values, form.num_heads * each, form.num_heads
 
 
 class TorchStates:
-    """The operations in torch."""
+    """The operations of `StateKernels` in torch."""
 
     loops_on_device = False
 
@@ -195,7 +197,7 @@ class _Runs:
         return values[self._run_of, self._place_of]
 
     def states(self, memory: StateMemory) -> Tensor:
-        """Return the runs' states; those that begin have zeros."""
+        """Return the runs' states; runs that begin a sequence have zeros."""
         found = memory.states[self._slot]
         return torch.where((self.num_again >= 0).view(-1, *[1] * (found.dim() - 1)), found, 0.0)
 
@@ -254,7 +256,7 @@ def _heads(form: RecurrenceForm, x: Tensor, scale: float) -> Tensor:
 
 
 def _from(x: Tensor, first: Tensor, count: int) -> Tensor:
-    """Return `count` values of (runs, tokens, ...) from `first` (runs,) on; the last repeats."""
+    """Return `count` tokens of x (runs, tokens, ...) from `first` (runs,) on; repeat the last."""
     place = first[:, None] + torch.arange(count, device=x.device)
     run = torch.arange(len(x), device=x.device)[:, None]
     return x[run, place.clamp(max=x.shape[1] - 1)]

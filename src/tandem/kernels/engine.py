@@ -15,9 +15,9 @@ def best_isa() -> str:
 
 
 def choose_isa(name: str) -> str:
-    """Return the instruction set with this name; "" takes the best.
+    """Return the instruction set with this name, or the best one if the name is "".
 
-    Raises `ConfigError` for one that this processor lacks.
+    Raises `ConfigError` if this processor lacks the instruction set.
     """
     available = _native.available_isas()
     if name and name not in available:
@@ -28,10 +28,10 @@ def choose_isa(name: str) -> str:
 
 
 def start_engine(*, num_threads: int, isa: str = "") -> _native.ExpertEngine:
-    """Start `num_threads` - 1 threads, on cores of their own if possible; the caller is one more.
+    """Start `num_threads` - 1 threads, each on its own core if possible; the caller is the last.
 
-    `isa` is as in `choose_isa`, and raises the same. Raises `CapacityError` if not all threads
-    start.
+    `isa` is passed to `choose_isa`, which may raise `ConfigError`. Raises `CapacityError` if a
+    thread cannot be started.
     """
     isa = choose_isa(isa)
     try:

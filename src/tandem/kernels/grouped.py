@@ -1,6 +1,6 @@
-"""Grouped linear layers: each group of rows has its own input (DeepSeek-V4's output).
+"""Grouped linear layers: each group of rows has its own input (DeepSeek-V4's output projection).
 
-The packed weight is one matrix as for any layer; its groups are multiplied separately.
+The packed weight is a single matrix, as in other layers; its groups are multiplied separately.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tandem.kernels.opaque_calls import GROUPS, opaque
 
 class _CanBeCut(Protocol):
     def cut(self, num_groups: int) -> None:
-        """Give each of several groups of rows an input of its own."""
+        """Split the rows into groups, each with an input of its own."""
 
 
 def num_groups_of(linear: object) -> int:

@@ -50,7 +50,7 @@ def add_mix_in(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> None:
-    """Add a call to a program, with tensors as `mix_in` takes and returns them."""
+    """Add a call of `mix_in` to a program, with the memory for its outputs."""
     program.add_mix_in(*connection, *inputs, *outputs)
 
 
@@ -62,11 +62,11 @@ def mix_in(
     base: Tensor,
     scales: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return a layer's input (.., dim) from streams (.., streams, dim), and the weights for
-    `mix_out`.
+    """Return a layer's input (.., dim) from streams (.., streams, dim), and weights for `mix_out`.
 
-    The weights are fp32 (.., rows - streams): first of the output, one for each stream, if the
-    matrix (rows, streams * dim) has rows for them; then of the mixture, from each stream to each.
+    The weights are fp32 (.., rows - streams): first a weight of the output for each stream, if the
+    matrix (rows, streams * dim) has rows for them; then the mixture's weight from each stream to
+    each stream.
     """
     streams, matrix = streams.contiguous(), matrix.contiguous()
     *shape, num_streams, dim = streams.shape

@@ -1,7 +1,7 @@
 """Memory for packed weights, on huge pages where the system has them.
 
-Reading weights at the speed of memory through pages of 4 KiB costs a walk through the page table
-every 4 KiB. Matrices of a few megabytes share chunks, because a huge page has two.
+With pages of 4 KiB, reading weights at the speed of memory costs a walk through the page table
+every 4 KiB. Matrices of a few megabytes share chunks, because a huge page has two megabytes.
 """
 
 import threading
@@ -20,7 +20,7 @@ _rest = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the newest chunk
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """Return uninitialised (num_bytes,) uint8. A chunk is freed when all memory in it is free."""
+    """Return uninitialised (num_bytes,) uint8; a chunk is freed once all memory in it is unused."""
     global _rest
     rounded = aligned(num_bytes)
     if rounded > _CHUNK_BYTES // 2:

@@ -1,7 +1,7 @@
 """The native CPU kernels: all experts of a layer in one call.
 
-The result for a (token, expert) pair does not depend on the number of threads, nor on what else is
-in the call: every instruction set adds in one order, however many tokens there are.
+The result for a (token, expert) pair does not depend on the number of threads, nor on the other
+pairs of the call: every instruction set adds in a fixed order, whatever the number of tokens.
 """
 
 import functools
@@ -22,7 +22,7 @@ TOKEN_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class ActivationKind(IntEnum):
-    """The activations that the kernels know; numbers are those of csrc/kernels.hpp."""
+    """The activations that the kernels compute; numbers are those of csrc/kernels.hpp."""
 
     SWIGLU = 0
     GELU_TANH_GATE = 1
@@ -63,9 +63,10 @@ def compute_experts(
 ) -> None:
     """Write the result of each routed token to `out` (num_routed, hidden_size), fp32.
 
-    `hidden` is (n_tokens, hidden_size) fp32. The expert at `addresses[i]` (n,) int64 has rows
-    `row_begin[i]`..`row_begin[i + 1]` - 1, and row j is of token `row_token[j]`; both int32. Raises
-    `ModelError` for a row or token that does not exist.
+    `hidden` is (n_tokens, hidden_size) fp32. The expert at `addresses[i]`, (n,) int64, computes the
+    routed tokens `row_begin[i]` to `row_begin[i + 1]` - 1. Routed token j is of token
+    `row_token[j]`. `row_begin` and `row_token` are int32. Raises `ModelError` for a routed token or
+    a token that does not exist.
     """
     engine.wake()
     addresses, row_begin, row_token, hidden = _dense(addresses, row_begin, row_token, hidden)
@@ -88,7 +89,7 @@ def compute_experts_with(
     row_token: Tensor,
     out: Tensor,
 ) -> None:
-    """Compute the same with an activation in torch, which the kernels need not know.
+    """Compute what `compute_experts` does, with an activation in torch in place of a native one.
 
     `activate` maps [gate; up] of shape (num_routed, 2 * intermediate size), or (num_routed,
     intermediate size) if not gated, to (num_routed, intermediate size), fp32.
@@ -113,13 +114,13 @@ def compute_experts_with(
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:
-    """Return contiguous tensors, to be kept alive while a call runs."""
+    """Return contiguous tensors, which the caller must keep alive while a native call runs."""
     return [tensor.contiguous() for tensor in tensors]
 
 
 @functools.lru_cache(maxsize=64)
 def native_layout(layout: ExpertLayout) -> _native.ExpertLayout:
-    """Return a layout in the form of the kernels."""
+    """Return a layout in the form that the kernels read."""
     native = _native.ExpertLayout()
     native.up = _native_projection(
         layout.format, layout.hidden_size, layout.up, layout.up_scales,

@@ -1,7 +1,7 @@
-"""Calls that count as one operation each: experts, attention, packed layers.
+"""Opaque calls, each of which is one operation of a step: experts, attention, packed layers.
 
-Code that records or captures a decode step intercepts them with an `Interceptor`; other code calls
-the function.
+Code that records or captures a decode step intercepts opaque calls with an `Interceptor`; without
+an interceptor, the function is called directly.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ MIX_IN = "mix_in"
 MIX_OUT = "mix_out"
 ROUTER_INPUT = "router_input"
 WITHOUT_EFFECTS = {GROUPS, ROWS, MIX_IN, MIX_OUT}
-"""Kinds whose calls have only results: their inputs may be weights, which do not change."""
+"""Kinds whose calls change no argument; their inputs may be weights, which stay the same."""
 
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Interceptor(Protocol):
     """Whether calls are recorded instead of executed."""
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
-        """Return the call's result, computed in any way."""
+        """Return the call's result, which the interceptor may compute in any way."""
 
 
 ACTIVE: ContextVar[Interceptor | None] = ContextVar("tandem_recorder", default=None)
@@ -63,16 +63,16 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
 
 
 class Meeting:
-    """A torch mode that receives opaque calls and does not see inside them; a context.
+    """Makes a torch mode receive opaque calls whole, without the operations inside them.
 
-    List it before the mode among a class's bases.
+    It is a context manager, and must be listed before the mode among a class's bases.
     """
 
     is_capturing = False
     is_paused = False
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
-        """Call a function whose inside the mode does not see; see `Interceptor`."""
+        """Call a function while the mode ignores the operations inside; see `Interceptor`."""
         self.is_paused = True
         try:
             return function(*args)
@@ -92,8 +92,8 @@ class Meeting:
 def mapped(function: Callable[[object], object], arguments: T) -> T:
     """Apply a function to each of an operation's arguments, also inside nested lists.
 
-    A step has thousands of operations, and torch's own tree walk would take much of the time to
-    record one.
+    A step has thousands of operations, and torch's own tree walk would take much of the time that
+    recording a step takes.
     """
     given: object = arguments
     found: object
@@ -113,8 +113,8 @@ def mapped(function: Callable[[object], object], arguments: T) -> T:
 def opaque(kind: str, function: Callable[..., T], *args: object) -> T:
     """Call a function; a recorded step sees it as one operation of this kind.
 
-    Its tensors must be among `args`, not in a closure, and it must do the same each time. It
-    returns a tensor, a tuple of tensors, or None.
+    The function's tensors must be among `args`, not in a closure, and it must do the same on each
+    call. It must return a tensor, a tuple of tensors, or None.
     """
     # Native calls take addresses, which a compiled graph does not have.
     if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Layers with a state from token to token, on the CPU: convolutions, recurrences, windows.
+"""Layers that pass a state from token to token, on the CPU: convolutions, recurrences, windows.
 
 The tokens of several sequences are concatenated; each sequence has its state in a slot, in fp32
 (`csrc/recurrent.hpp` and `csrc/compression.hpp` have the equations).
@@ -61,12 +61,12 @@ class Recurrence(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """Makes one key per window of tokens from values and gates: (n_tokens, series * dim) -> (..,
-    dim).
+    """One key per window of tokens, from values and gates: (n_tokens, series * dim) each.
 
-    The token that ends a window gets its key: the values weighted by the softmax of their gates
-    over the window. With two series the first is of the window before, the second of this one.
-    Other tokens get zeros.
+    The result is (n_tokens, dim). The token that ends a window gets the window's key: the sum of
+    the values weighted by the softmax of their gates. With two series, a key uses the first series
+    of the previous window's tokens and the second series of its own window's. Other tokens get
+    zeros.
     """
 
     bias: Tensor
@@ -75,7 +75,7 @@ class Compression(NamedTuple):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """The shape of a slot's state: tokens, values and gates, their width."""
+        """The shape of a slot's state: (tokens, 2 for values and gates, width)."""
         ratio, width = self.bias.shape
         return self.num_series * ratio + MOST_DRAFTED, 2, width
 
@@ -86,18 +86,18 @@ StateOperation = Convolution | Recurrence | Compression
 class StateTokens(NamedTuple):
     """The slots and positions of a call's tokens, (n_tokens,) int64 each.
 
-    Tokens of one slot are consecutive; at position 0 a slot begins with a state of zeros.
+    Tokens of one slot must be consecutive; at position 0 a slot begins with a state of zeros.
     """
 
     slots: Tensor
     positions: Tensor
     have_drafts: bool = False
-    """Whether all tokens of a slot but the first are drafts: its state stays before them, and the
-    next call repeats the first `LayerState.kept` of them."""
+    """Whether all tokens of a slot but the first are drafts: the slot's state then excludes the
+    drafts, and the next call repeats the first `LayerState.kept` of the drafts."""
 
 
 class LayerState(ABC):
-    """One operation of a layer with its states, which calls change."""
+    """One operation of a layer with its states, which each call advances."""
 
     states: Tensor
     """(slots, ...) fp32"""
@@ -204,8 +204,8 @@ class RecurrenceState(LayerState):
         """Add a call to a program.
 
         `inputs` are value (n_tokens, heads, value_dim), query and key (n_tokens, key heads,
-        key_dim), decay fp32 (n_tokens, heads), by key (n_tokens, heads, key_dim), by pair
-        (n_tokens, value_dim), and perhaps rate (n_tokens, heads).
+        key_dim), decay in fp32, and optionally rate (n_tokens, heads). Decay is (n_tokens, heads);
+        by key it is (n_tokens, heads, key_dim), by pair (n_tokens, value_dim).
         """
         value, query, key, decay, *rates = inputs
         rate = rates[0] if rates else None
@@ -221,8 +221,8 @@ class RecurrenceState(LayerState):
 class CompressionState(LayerState):
     """A compression with the tokens of each slot from which later keys are made.
 
-    They are stored by position, drafted ones beside them, so that taking these back changes
-    nothing.
+    Tokens are stored by position, with room for drafted tokens, so that rejecting drafted tokens
+    changes nothing.
     """
 
     def __init__(self, num_slots: int, operation: Compression) -> None:

@@ -1,4 +1,4 @@
-"""One expert's arithmetic in plain torch: slow, but the definition of right."""
+"""One expert's arithmetic in plain torch: slow, but the definition of the correct result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The tensors of one expert, in the source's own orientation.
+    """The tensors of one expert, in the checkpoint's orientation.
 
     `up` is (2 * intermediate_size, hidden_size) for gated experts (gate and up together, in the
     order that the activation expects) and (intermediate_size, hidden_size) for un-gated ones;
-    `down` is (hidden_size, intermediate_size). Both are the other way round if `is_transposed`.
+    `down` is (hidden_size, intermediate_size). Both are transposed if `is_transposed`.
     """
 
     up: Tensor

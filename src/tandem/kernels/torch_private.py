@@ -1,4 +1,7 @@
-"""The private parts of torch that Tandem calls, each with the public call that it replaces."""
+"""The private parts of torch that Tandem calls, each with the public call that it replaces.
+
+Versions in parentheses are those of torch in which the part works as described.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -17,7 +20,7 @@ TensorKind = TypeVar("TensorKind", bound=Tensor)
 def children_by_name(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's own dictionary of children, for comparing (2.11 to today).
 
-    Replaces `named_children`, which takes ten times as long, for each layer in each step.
+    Replaces `named_children`, which takes ten times as long; it is called for each layer and step.
     """
     return module._modules
 
@@ -63,17 +66,17 @@ def end_allocation_to_pool(device_idx: int, pool: object) -> None:
 def operator_schema(function: object) -> torch._C.FunctionSchema | None:
     """Return torch's schema of an operator; None for other functions.
 
-    Replaces a public way to ask whether results alias or change arguments, which is missing (2.11
-    to today).
+    It tells whether results alias arguments or change them, which no public call does (2.11 to
+    today).
     """
     return getattr(function, "_schema", None)
 
 
 def without_overrides() -> AbstractContextManager[None]:
-    """Hide calls from modes and tensor subclasses inside (2.11 to today).
+    """Hide the body's calls from modes and tensor subclasses (2.11 to today).
 
-    Replaces a public way to leave a mode for a while, which is missing: each look at a tensor's
-    shape would go through it.
+    No public call leaves a mode temporarily; otherwise each access to a tensor's shape would pass
+    through the mode.
     """
     return torch._C.DisableTorchFunction()
 

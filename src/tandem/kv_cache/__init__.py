@@ -1,1 +1,1 @@
-"""What a model keeps of each sequence: keys, values, index keys, states and their checkpoints."""
+"""What is kept for each sequence: keys, values, index keys, states and their checkpoints."""

@@ -46,14 +46,17 @@ class AttentionCall(NamedTuple):
         return self.sinks if self.sinks is not None and self.sinks.dim() == 1 else None
 
     def part(self, some: slice) -> "AttentionCall":
-        """Return the call for some tokens; of the further tensors, it may have only `selected`."""
+        """Return the call for some tokens.
+
+        Of the tensors in `beside`, the call must have none except `selected`.
+        """
         query, key, value = (x[:, some] for x in (self.query, self.key, self.value))
         selected = None if self.selected is None else self.selected[some]
         return self._replace(query=query, key=key, value=value, selected=selected)
 
     @property
     def beside(self) -> list[Tensor]:
-        """The further tensors of the call, in the order that `Beside.of` reads."""
+        """The call's optional tensors by token, in the order that `Beside.of` expects."""
         compressed = None if self.compressed is None else self.compressed.key
         states = None if self.bias is None else self.bias.states
         given = (compressed, states, self.token_sinks, self.selected)
@@ -61,7 +64,7 @@ class AttentionCall(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """The further tensors of a call, for a known layer on the CPU."""
+    """The tensors of `AttentionCall.beside` by name, for a known layer on the CPU."""
 
     compressed: Tensor | None
     bias_states: Tensor | None
@@ -70,7 +73,10 @@ class Beside(NamedTuple):
 
     @classmethod
     def of(cls, attention: CachedAttention, given: Sequence[Tensor]) -> "Beside":
-        """Name the tensors given for a layer: those that it has, in order, then a selection."""
+        """Assign names to the tensors of `AttentionCall.beside`.
+
+        The layer decides which tensors must be given; a selection may follow them.
+        """
         rest = iter(given)
         compressed = None if attention.compressed is None else next(rest)
         states = next(rest) if attention.has_bias else None

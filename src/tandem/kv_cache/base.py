@@ -1,7 +1,8 @@
 """The interface of a KV cache of sequence slots, on any processor, to a model and its attention.
 
 A layer's keys and values are stored when attention is called, not when the model "updates the
-cache": work that a model does on them in between (expanding a latent, say) is done once per token.
+cache". Work that a model does on them in between, such as expanding a latent, is therefore done
+once per token.
 """
 
 from abc import ABC, abstractmethod
@@ -23,12 +24,13 @@ from tandem.kv_cache.states import KeptStates, StateHandle, StateKey
 
 
 class NotInSlotsError(Exception):
-    """A model's attention does something that sequence slots do not support."""
+    """A model does something that sequence slots do not support."""
 
 
 class SlotCache(ABC):
-    """The lengths of slots, and the order of a model's calls: keys of a layer, then its
-    attention.
+    """Keeps the lengths of slots, and checks the order of a model's calls.
+
+    In each layer, the call with the new keys must come before the call of attention.
     """
 
     keeps_latents = False
@@ -61,18 +63,18 @@ class SlotCache(ABC):
         self.has_compressed = False
         """Whether some layers keep compressed keys besides a window."""
         self.states_asked_for: StateHandle | None = None
-        """The states of the layer that the model asked for last."""
+        """The handle of the state that the model's code requested last."""
         self._awaited: int | None = None
         self._compressed: NewCompressed | None = None
         self._segments: list[Segment] = []  # the announced segments
 
     def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
-        """Record the tokens of the next forward; clears what the last one had computed."""
+        """Record the tokens of the next forward, and clear what the last forward left."""
         self._segments, self.is_decoding = list(segments), is_decoding
         self._awaited = self.states_asked_for = self._compressed = None
 
     def commit(self) -> None:
-        """Count the announced tokens as held, after the forward."""
+        """Count the announced tokens as held; must be called after the forward."""
         if self._awaited is not None:
             raise NotInSlotsError("keys were given, but attention was not requested")
         for segment in self._segments:
@@ -90,17 +92,18 @@ class SlotCache(ABC):
         """Append the expected layer's new keys and values, and attend: (n_tokens, heads, dim)."""
 
     def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
-        """Tell whether the step's tokens attend to latents as stored, or to expanded ones.
+        """Tell whether the step's tokens attend to latents as stored, not to expanded keys.
 
-        `kept` is the form of the one key that all heads share, `expanded` that of a key for each
-        head.
+        `kept` is the form of attention to the latents, which all heads share; `expanded` is the
+        form of attention to a key for each head.
         """
         return self.is_decoding
 
     def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
         """Append new latents as `attend` does, and attend to the slots' latents, expanded.
 
-        The query is for expanded keys. Raises `NotInSlotsError` if latents are not kept.
+        The call's query must be for expanded keys. Raises `NotInSlotsError` if latents are not
+        kept.
         """
         raise NotInSlotsError("the model keeps latents in place of keys and values")
 
@@ -110,7 +113,7 @@ class SlotCache(ABC):
     ) -> Tensor:
         """Advance a layer's states by the step's tokens; return the outputs, by token.
 
-        `operation` describes these states on their first use.
+        `operation` is called on the states' first use, and returns what advances them.
         """
 
     def select(
@@ -118,7 +121,7 @@ class SlotCache(ABC):
     ) -> Tensor:
         """Store the step's new index keys of a layer; return the positions that its tokens see.
 
-        As `IndexStore.select` does. Raises `NotInSlotsError` if no index keys are kept.
+        The result is as in `IndexStore.select`. Raises `NotInSlotsError` if no index keys are kept.
         """
         raise NotInSlotsError("the model keeps index keys beside keys and values")
 
@@ -128,7 +131,7 @@ class SlotCache(ABC):
         """The positions (n_tokens,) of the step's tokens in their slots, on the model's device."""
 
     def expect(self, layer: int) -> None:
-        """Record that a layer has new keys and values; its attention comes next."""
+        """Record that a layer has new keys and values; its attention must be called next."""
         if self._awaited is not None:
             raise NotInSlotsError("keys were given twice before attention was requested")
         self._awaited = layer
@@ -136,23 +139,26 @@ class SlotCache(ABC):
     def expect_sharing(self, module: object) -> None:
         """Expect the layer of an attention module that shares another layer's keys.
 
-        They are stored for it too, because what a model makes of them differs by layer.
+        The keys are stored again for this layer, because a model may change them in each layer.
         """
         if self._awaited is None:
             self._awaited = vars(module).get("layer_idx")
 
     def expect_compressed(self, new: NewCompressed) -> None:
-        """Record what the tokens of the expected layer see besides its own keys."""
+        """Record the compressed keys that the expected layer's tokens see besides its own keys."""
         self._compressed = new
 
     def expected_compressed(self) -> NewCompressed | None:
-        """Return what `expect_compressed` recorded for the current layer."""
+        """Return what `expect_compressed` recorded for the current layer, and forget it."""
         compressed, self._compressed = self._compressed, None
         return compressed
 
     @property
     def expected_window(self) -> int:
-        """The window of the layer whose attention is expected, from its cache; 0: all."""
+        """The window of the layer whose attention is expected; 0: none.
+
+        Transformers' cache states it.
+        """
         if self._awaited is None:
             return 0
         return {**self.prompt_windows, **self.windows_by_layer}.get(self._awaited, 0)
@@ -165,7 +171,7 @@ class SlotCache(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes that the cache takes now."""
+        """The KV cache's current size in bytes."""
 
     @abstractmethod
     def reserve(self, needed: int) -> None:
@@ -173,7 +179,7 @@ class SlotCache(ABC):
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
-        """Let every slot hold `length` made-up tokens; needs a forward before it."""
+        """Fill every slot with `length` made-up tokens; a forward must have run before."""
         self.reserve(length + 1)
         self._invent(length)
         self.index_keys.pretend(length)
@@ -185,7 +191,10 @@ class SlotCache(ABC):
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Let a slot hold the first tokens of another one, in place of its own."""
+        """Replace a slot's contents by the first `length` tokens of `source`.
+
+        `length` must be `reachable`.
+        """
         assert length == self.reachable(source, length)
         self._copy_layers(source, target, length)
         self.index_keys.copy_prefix(source, target, length)
@@ -200,20 +209,20 @@ class SlotCache(ABC):
     def usable(self, slot: int, length: int) -> int:
         """Return how many of the slot's first `length` tokens a prompt can continue from.
 
-        Those that are `reachable`. If windows keep prompts, decoded tokens count only while they
-        have seen everything before them, as a prompt's do.
+        These tokens are `reachable`. If windows keep prompts, decoded tokens count only while they
+        have seen everything before them, as a prompt's tokens do.
         """
         return self.reachable(slot, min(length, self.seen_whole(slot)))
 
     def seen_whole(self, slot: int) -> int:
-        """Return how many of a slot's first tokens are as if computed in a prompt."""
+        """Return how many of a slot's first tokens have the keys that a prompt would compute."""
         windows = self.prompt_windows.values()
         return min([self.lengths[slot], *(self.prompt_lengths[slot] + w for w in windows)])
 
     def reachable(self, slot: int, length: int) -> int:
-        """Return how many of the slot's first `length` tokens it can continue from.
+        """Return how many of a slot's first `length` tokens the slot can continue from.
 
-        All of them, or with states those of the longest checkpoint.
+        With states, these may be only the tokens of the longest checkpoint; otherwise all.
         """
         assert length <= self.lengths[slot]
         return self.states.usable(slot, length, self.lengths[slot])
@@ -242,13 +251,13 @@ _CURRENT: ContextVar[SlotCache | None] = ContextVar("tandem_kv_cache", default=N
 
 
 def current_cache() -> SlotCache | None:
-    """Return the cache of the step that runs in this thread."""
+    """Return the KV cache of the step that runs in this thread; None outside steps."""
     return _CURRENT.get()
 
 
 @contextmanager
 def stepping(cache: SlotCache) -> Iterator[None]:
-    """Make a cache the current one."""
+    """Make `cache` the current KV cache inside this context."""
     token, of_tokens = _CURRENT.set(cache), SEQUENCES.set(lambda: cache.slots)
     try:
         yield

@@ -1,8 +1,7 @@
-"""Checkpoints of a slot's states: at which lengths a prompt leaves them, and which are dropped
-first.
+"""Checkpoints of a slot's states: the lengths at which prompts make them, and which to drop first.
 
 A state cannot be rolled back, so copies are kept at some lengths, within a budget of bytes. Edits
-are likelier near a conversation's end: checkpoints are dense there and sparse far back.
+are likelier near a conversation's end, so checkpoints are dense there and sparse far back.
 """
 
 import math
@@ -29,15 +28,15 @@ class Checkpoint(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes."""
+        """The size of the states in bytes."""
         return sum(state.nbytes for state in self.states)
 
 
 def cut_lengths(first: int, end: int, newest: int, every: int = 0) -> list[int]:
     """Return the lengths at which a prefill chunk of the tokens `first` to `end` is cut, ascending.
 
-    `newest` is the length of the last checkpoint before it. They include all multiples of `every`,
-    if it is not 0.
+    `newest` is the length of the last checkpoint before the chunk. The lengths include all
+    multiples of `every` in the chunk, if `every` is not 0.
     """
     lengths: list[int] = []
     bound = math.inf
@@ -68,7 +67,7 @@ def _wanted(end: int) -> Iterator[int]:
 
 
 class KeptCheckpoints:
-    """The checkpoints of each slot, in ascending order; slots may share some."""
+    """The checkpoints of each slot, in ascending order of length; slots may share checkpoints."""
 
     def __init__(self, num_slots: int) -> None:
         """Start without checkpoints, for `num_slots` slots."""
@@ -91,11 +90,14 @@ class KeptCheckpoints:
         return kept[-1] if kept else None
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Give a slot the checkpoints of another one (or its own) of at most `length` tokens."""
+        """Replace a slot's checkpoints by those of `source` with at most `length` tokens.
+
+        `source` and `target` may be the same slot.
+        """
         self._slots[target] = [one for one in self._slots[source] if one.length <= length]
 
     def add(self, slot: int, length: int, states: list[Tensor]) -> None:
-        """Keep the states of a slot at a length beyond its last checkpoint."""
+        """Add a checkpoint of a slot; `length` must exceed that of the slot's last checkpoint."""
         assert length > self.newest(slot)
         self._serial += 1
         self._slots[slot].append(Checkpoint(length, states, self._serial))
@@ -109,7 +111,7 @@ class KeptCheckpoints:
         """Drop the checkpoint without which the fewest tokens are expected to be recomputed.
 
         An edit at a distance d from the end has a weight of 1 / d. A slot's last checkpoint is
-        dropped only when no slot has another one; the oldest of them first.
+        dropped only when every slot has at most one; then the oldest is dropped first.
         """
         candidates = []
         for slot, kept in enumerate(self._slots):

@@ -1,6 +1,6 @@
-"""Chunked attention (Llama 4): a token sees what is before it in its own chunk of positions.
+"""Chunked attention (Llama 4): a token sees only earlier tokens in its own chunk of positions.
 
-Transformers' caches treat such layers like those with a window; only a mask tells them apart.
+Transformers' caches treat such layers like layers with a sliding window; only the masks differ.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Compressed keys: a layer keeps one key per window of tokens, beside its sliding window.
 
-A key is its own value, and all heads share it. It is added with its last token. So a truncated slot
-keeps the keys of all complete windows, and writes later ones again.
+A key is its own value, and all heads share it. It is added with the last token of its window. A
+truncated slot therefore keeps the keys of all complete windows, and writes later keys again.
 """
 
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ class CompressedStore:
         return sum(keys.bytes_of(num_tokens) for keys in self._layers.values())
 
     def read_bytes(self, length: int, index_keys: IndexStore) -> int:
-        """Return the bytes that a token reads in a slot of `length` tokens."""
+        """Return the bytes of compressed keys that a token reads in a slot of `length` tokens."""
         layers = self._layers.items()
         return sum(keys.bytes_of(index_keys.read_tokens(n, length)) for n, keys in layers)
 
     @property
     def ratios(self) -> set[int]:
-        """How many tokens a key stands for, for every layer."""
+        """The numbers of tokens per key, of all layers."""
         return {keys.ratio for keys in self._layers.values()}
 
     def add(self, number: int, keys: CompressedKeys, capacity: int) -> None:
@@ -62,8 +62,9 @@ class CompressedStore:
             keys.invent(length)
 
     def memory(self, slot: int, first: int, num_tokens: int) -> Iterator[Tensor]:
-        """Yield the memory of some tokens' keys, which must be whole windows: (keys, bytes)
-        uint8.
+        """Yield the memory (keys, bytes) uint8 of the keys of some tokens.
+
+        The tokens must fill whole windows.
         """
         for _, keys in sorted(self._layers.items()):
             yield keys.of_tokens(slot, first, num_tokens)

@@ -1,8 +1,8 @@
 """The KV cache of sequence slots on the CPU; the cost of a step depends on the slots' lengths.
 
-Tokens of several slots go through the model as one sequence; only attention tells them apart. So a
-batch needs no padding, and slots may be at any position. Layers with a sliding window keep their
-last positions in rings ([windows](windows.py)).
+A forward computes tokens of several slots as one sequence; only attention distinguishes the slots.
+A batch therefore needs no padding, and slots may be at any position. Layers with a sliding window
+keep their last positions in rings ([windows](windows.py)).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ _GROWTH = 32
 
 
 class KvCache(SlotCache):
-    """Keys and values of all layers for a fixed number of slots, which grow."""
+    """Keys and values of all layers for a fixed number of slots, whose room for tokens grows."""
 
     keeps_latents = True
     states: CpuStates
@@ -64,13 +64,13 @@ class KvCache(SlotCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the cache takes now."""
+        """The KV cache's current size in bytes."""
         kept = sum(layer.num_bytes for layer in self._layers.values()) + self.compressed.num_bytes
         return kept + self.states.num_bytes + self.index_keys.num_bytes + self._expanded.num_bytes
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes that a step reads: of all held tokens, within each layer's window."""
+        """Bytes that a step of all slots reads: of all held tokens in each layer's window."""
         return sum(
             layer.bytes_of(layer.form.most_seen(length))
             for layer in self._layers.values()
@@ -78,16 +78,14 @@ class KvCache(SlotCache):
         ) + sum(map(self._read_bytes, self.lengths))
 
     def _read_bytes(self, length: int) -> int:
-        """Return the bytes that a token reads besides keys and values in a slot of `length`
-        tokens.
-        """
+        """Return the bytes besides keys and values that a token reads in a slot of `length`."""
         compressed = self.compressed.read_bytes(length, self.index_keys)
         return self.index_keys.read_bytes(length) + compressed
 
     def can_move(self, num_tokens: int) -> bool:
         """Tell whether `num_tokens` tokens fill whole blocks in every layer used so far.
 
-        States do not count, as they do not belong to tokens.
+        States are not considered, because they do not belong to single tokens.
         """
         blocks = self.index_keys.blocks | self.compressed.ratios
         return bool(self._layers) and all(num_tokens % n == 0 for n in blocks)
@@ -100,7 +98,7 @@ class KvCache(SlotCache):
         return list(zip(layers, firsts, strict=True))
 
     def begin(self, segments: Sequence[Segment]) -> None:
-        """Announce the next forward's tokens, which follow what their slots hold."""
+        """Announce the next forward's tokens, which must follow the contents of their slots."""
         self._announce(segments, is_decoding=False)
         self.slots = torch.tensor(
             [s.slot for s in segments for _ in range(s.num_tokens)], device="cpu"
@@ -117,9 +115,9 @@ class KvCache(SlotCache):
     def begin_decode(self, counts: Mapping[int, int], slots: Tensor, positions: Tensor) -> None:
         """Announce the next tokens of some slots; `counts` has their number by slot.
 
-        Fills the tensors (n_tokens,) int64 with each token's slot and position. A recorded step
-        refers to them, so the caller keeps one pair per n. All but the first token of a slot may be
-        taken back by `truncate`.
+        Fills `slots` and `positions` (n_tokens,) int64 with each token's slot and position. A
+        recorded step refers to these tensors, so the caller must keep one pair per n. All but the
+        first token of a slot may be taken back by `truncate`.
         """
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
         self._announce(segments, is_decoding=True)
@@ -153,17 +151,17 @@ class KvCache(SlotCache):
     def reachable(self, slot: int, length: int) -> int:
         """Return how many of its first `length` tokens a slot can continue from.
 
-        None if layers with a window no longer have what the next token sees; with states, those of
-        the longest checkpoint.
+        0 if layers with a window no longer have what the next token sees. With states, these may be
+        only the tokens of the longest checkpoint.
         """
         length = super().reachable(slot, length)
         return length if self._rings.reaches(slot, length) else 0
 
     def cut(self, slot: int, length: int) -> bool:
-        """Forget a slot's tokens from `length` on, so that others can be put in.
+        """Forget a slot's tokens from `length` on, so that other tokens can be put in.
 
-        This loses the states until some are put in. Returns False, and forgets nothing, if layers
-        with a window no longer have what the next token sees.
+        The slot's states are lost until some are put in. Returns False, and forgets nothing, if
+        layers with a window no longer have what the next token sees.
         """
         if not self._rings.reaches(slot, length):
             return False
@@ -197,14 +195,14 @@ class KvCache(SlotCache):
     ) -> Tensor:
         """Store the step's new index keys of a layer; return the positions that its tokens see.
 
-        As `IndexStore.select` does, in the order of `begin`.
+        The result is as in `IndexStore.select`; tokens are in the order of `begin`.
         """
         return opaque(SELECTION, KvCache.select_of_layer, self, new, key, query, weights)
 
     def select_of_layer(
         self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """Do the same for a known layer."""
+        """Compute `select`; this is the function inside its opaque call."""
         tokens = (self.slots, self.positions, self._segments)
         kept = self.index_keys.append(new, *tokens, key)
         return self.index_keys.select(kept, self._segments, new.selection, query, weights)
@@ -230,7 +228,7 @@ class KvCache(SlotCache):
         value: Tensor,
         *more: Tensor,
     ) -> Tensor:
-        """Do the same for a known layer; `more` are the tensors of `AttentionCall.beside`."""
+        """Compute `attend` for a known layer; `more` are the tensors of `AttentionCall.beside`."""
         given, form = Beside.of(attention, more), attention.form
         out = query.new_empty((query.shape[1], form.num_heads, form.value_dim))
         for _, some in pieces_of_step(self._segments, form.kept_window):
@@ -305,9 +303,9 @@ class KvCache(SlotCache):
         self.compressed.reserve(self._capacity, max(self.lengths))
 
     def _require_memory(self, layers: list[CachedAttention]) -> None:
-        """Raise `CapacityError` unless memory has room for layers of the present capacity.
+        """Raise `CapacityError` unless memory has room for `layers` of the present capacity.
 
-        Layers grow one after another, so one of them briefly exists twice.
+        Layers grow one after another, so only one layer at a time exists twice.
         """
         needed = sum(layer.bytes_of(_room(layer.form, self._capacity)) for layer in layers)
         for kept in (self.index_keys, self.compressed):
@@ -319,7 +317,7 @@ class KvCache(SlotCache):
     def _expect_kind(self, attention: CachedAttention, capacity: int) -> None:
         """Raise `CapacityError` unless memory has room for all layers of this layer's kind.
 
-        They are at most as large as this one.
+        The other layers of the kind are at most as large as this layer.
         """
         sliding = self.num_sliding_layers or self.num_layers
         count = sliding if attention.form.kept_window else self.num_layers - self.num_sliding_layers

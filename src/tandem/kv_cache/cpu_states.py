@@ -1,4 +1,4 @@
-"""States on the CPU, including those of drafted tokens, and moving them to files."""
+"""States on the CPU, with logs of drafted tokens; states can be moved out and in as bytes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ class CpuStates(KeptStates[LayerState]):
         return layer.states, layer.kept, layer.log
 
     def layer(self, key: StateKey, operation: Callable[[], StateOperation]) -> LayerState:
-        """Return a state's operation, which is created for all slots on first use."""
+        """Return the operation of a state, with memory for all slots, created on first use."""
         if key not in self._layers:
             self._layers[key] = new_layer_state(self._num_slots, operation())
             self._kept.append(self._layers[key].kept.numpy())
@@ -68,7 +68,7 @@ class CpuStates(KeptStates[LayerState]):
         self._every = num_tokens
 
     def lose(self, slot: int, length: int) -> None:
-        """Let a slot continue at `length` without its states, which are put in later."""
+        """Set a slot to `length` without states, which must be put in before the next step."""
         self._checkpoints.copy(slot, slot, length)
         self._keep_drafted(slot, 0)
         self._lost.add(slot)
@@ -84,7 +84,7 @@ class CpuStates(KeptStates[LayerState]):
 
     @torch.inference_mode()
     def put_in(self, slot: int, length: int, data: memoryview) -> None:
-        """Set a slot to the states that `take_out` returned; its checkpoint there is kept too."""
+        """Set a slot's states to what `take_out` returned, and keep them as a checkpoint."""
         own = [layer.states[slot] for layer in self._layers.values()]
         pieces = pieces_of(data, [state.nbytes for state in own])
         states = []
@@ -97,8 +97,9 @@ class CpuStates(KeptStates[LayerState]):
 
 
 def pieces_of(data: memoryview, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Split bytes from a file or another slot into tensors; raises `ValueError` if sizes do not
-    match.
+    """Split bytes from a file or another slot into tensors of the given sizes.
+
+    Raises `ValueError` if the sizes do not add up to the number of bytes.
     """
     if len(data) != sum(sizes):
         raise ValueError(f"{len(data)} bytes of keys, values or states, expected {sum(sizes)}")

@@ -1,9 +1,9 @@
 """Index keys: what layers with an indexer keep of each token besides keys and values.
 
-An indexer (DeepSeek-V3.2's and its like) scores every position of a token's slot, and attention
-sees only the best ones. While a slot holds no more than the limit, it sees all and nothing is
-scored. Some indexers score whole blocks of positions, by keys pooled from their tokens, or for each
-KV head by the best of their keys.
+An indexer (such as DeepSeek-V3.2's) scores every position of a token's slot, and attention sees
+only the best positions. While a slot holds no more positions than that limit, attention sees all of
+them, and nothing is scored. Some indexers score whole blocks of positions: by a key pooled from the
+block's tokens, or for each KV head by the best key in the block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,22 +26,23 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class Selection(NamedTuple):
-    """Which positions are selected: those of the greatest sum of weight * relu(scale * query .
-    key).
+    """Which positions are selected: those with the greatest scores.
+
+    A score is the sum over heads of weight * relu(scale * query . key), except with `by_head`.
     """
 
     scale: float
     most: int
     """The most positions that a token sees."""
     block: int = 1
-    """Positions per selected block; those after the last complete block are always visible."""
+    """Positions per selected block; positions after the last whole block are always visible."""
     are_keys: bool = False
     """Whether each complete block has one key, from its last token; key numbers are selected
     instead of positions."""
     by_head: bool = False
     """Whether each head selects its own blocks, by the greatest scale * query . key in a block."""
     num_local: int = 0
-    """With `by_head`: the latest blocks, up to a token's own, that are always selected."""
+    """With `by_head`: how many of the latest blocks, up to a token's own, are always selected."""
 
     @classmethod
     def of_heads(cls, scale: float, most_blocks: int, block: int, num_local: int) -> "Selection":
@@ -85,7 +86,7 @@ Pool = Callable[[Tensor], Tensor]
 
 
 class NewIndexKeys(NamedTuple):
-    """Where a step's index keys are stored, and what they select."""
+    """The layer in which a step's index keys are stored, and how they select positions."""
 
     layer: int
     selection: Selection
@@ -154,21 +155,24 @@ class IndexStore(KeptIndexKeys):
 
     @property
     def blocks(self) -> set[int]:
-        """How many tokens a key stands for, for every layer."""
+        """The numbers of tokens per key, of all layers."""
         return {block for _, block in self._layers}
 
     def memory(self, slot: int, first: int, num_tokens: int) -> Iterator[Tensor]:
-        """Yield the memory of some tokens, which must fill whole blocks: (blocks, bytes) uint8."""
+        """Yield the memory of some tokens' keys: (blocks, bytes) uint8.
+
+        The tokens must fill whole blocks.
+        """
         for (_, block), keys in sorted(self._layers.items()):
             yield keys[slot, first // block : (first + num_tokens) // block].view(torch.uint8)
 
     def read_tokens(self, layer: int, length: int) -> int:
-        """Return how many of a slot's tokens a layer reads keys of: all, or the selected ones."""
+        """Return how many tokens' keys a layer reads in a slot of `length`: all or the selected."""
         is_indexed = any(layer == number for number, _ in self._layers)
         return min(length, self._most) if is_indexed else length
 
     def read_bytes(self, length: int) -> int:
-        """Return the most bytes that a token reads in a slot of `length` tokens."""
+        """Return the most bytes of index keys that a token reads in a slot of `length` tokens."""
         return self.bytes_of(length) if length > self._most else 0
 
     def reserve(self, capacity: int, used: int) -> None:
@@ -191,8 +195,9 @@ class IndexStore(KeptIndexKeys):
         segments: Sequence[Segment],
         keys: Tensor,
     ) -> Tensor:
-        """Store keys (n_tokens, any) of a layer; return the keys by which blocks are scored, of all
-        slots.
+        """Store keys (n_tokens, any) of a layer, and the pooled keys of blocks that are now whole.
+
+        Returns all slots' keys by which blocks are scored.
         """
         block = new.selection.key_block
         tokens = self._kept(new.layer, block, keys.shape[1], _dtype_of(keys))
@@ -219,9 +224,10 @@ class IndexStore(KeptIndexKeys):
         query: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        """Return the positions that tokens see: (n_tokens, most) int32; -1 first: all.
+        """Return the positions that tokens see: (n_tokens, most) int32.
 
-        For keys, the numbers of keys. If each head selects for itself, the numbers of blocks
+        A token whose first number is -1 sees all positions up to its own. If keys are selected, the
+        numbers are those of keys. If each head selects for itself, they are the numbers of blocks,
         (n_tokens, heads, most). `query` is (n_tokens, heads, dim) and `weights` (n_tokens, heads),
         in the order of `segments`.
         """
@@ -248,7 +254,7 @@ class IndexStore(KeptIndexKeys):
 
 
 def _dtype_of(keys: Tensor) -> torch.dtype:
-    """Return the dtype in which keys are stored; those that kernels do not score are fp32."""
+    """Return the dtype in which keys are stored: their own if kernels can score it, else fp32."""
     return keys.dtype if keys.dtype in VALUE_DTYPES else torch.float32
 
 
@@ -263,8 +269,9 @@ def _cut(tokens: range, count: int) -> Iterator[slice]:
 
 
 def scores_of(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None) -> Tensor:
-    """Score (n_blocks, dim) or (n_tokens, n_blocks, dim) for tokens; returns (n_tokens,
-    n_blocks).
+    """Return the scores (n_tokens, n_blocks) of blocks' keys for tokens.
+
+    `keys` are (n_blocks, dim) or (n_tokens, n_blocks, dim).
     """
     by_head = torch.relu(torch.matmul(query.float(), keys.transpose(-1, -2)) * scale)
     if weights is None:
@@ -273,10 +280,10 @@ def scores_of(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None)
 
 
 def scores_by_head(keys: Tensor, selection: Selection, query: Tensor, own: Tensor) -> Tensor:
-    """Score blocks for each head by the best key before a token: (n_tokens, heads, n_blocks).
+    """Score blocks for each head by their best key up to a token: (n_tokens, heads, n_blocks).
 
-    Keys are (n_positions, dim) or (n_tokens, n_positions, dim), for tokens at their `own`
-    positions; blocks that are always selected have an infinite score.
+    Keys are (n_positions, dim) or (n_tokens, n_positions, dim); `own` has the tokens' positions.
+    Blocks that are always selected have an infinite score.
     """
     block, count = selection.block, keys.shape[-2]
     scores = torch.matmul(query.float(), keys.transpose(-1, -2)) * selection.scale
@@ -304,7 +311,10 @@ def _blocks(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
 
 
 def _positions(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
-    """Return the positions (n_tokens, most) of the best blocks before each token's `own`."""
+    """Return the positions (n_tokens, most) that tokens at `own` see: best blocks, then the tail.
+
+    If keys are selected, returns the numbers of the best keys.
+    """
     block, most = selection.block, selection.most_blocks
     is_best = greatest(scores, (own + 1) // block, most)
     best = is_best.nonzero()[:, 1].view(len(scores), most)
@@ -319,9 +329,9 @@ def _positions(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
 def greatest(scores: Tensor, counts: Tensor, most: int) -> Tensor:
     """Tell which are the `most` greatest of the first `counts` (n,) of scores (n, blocks).
 
-    Among equal ones the first, as `topk`'s choice would depend on hidden places, and so on how
-    prompts are cut into steps. NaN counts as greatest: attention then sees it, and the logits show
-    it.
+    Among equal scores the first are chosen: `topk`'s choice would depend on masked scores, and so
+    on how prompts are cut into steps. NaN counts as the greatest score, so that attention reads its
+    block and the logits show the NaN.
     """
     later = torch.arange(scores.shape[1], device=scores.device) >= counts[:, None]
     scores = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))

@@ -1,9 +1,10 @@
-"""Stand-ins for an indexer's keys, which record the operations of its code on them.
+"""Stand-ins for an indexer's keys, which record what the indexer's code does with them.
 
-The code of DeepSeek-V3.2's indexer and its like takes the index keys of all tokens from its cache,
-scores them, adds a mask, and returns the positions of the best. In sequence slots each token has
-its own keys, so the cache returns a stand-in for them. It supports exactly these operations, and
-selects at the end (`tandem.kv_cache.index_keys`). Any other use is refused.
+The code of indexers like DeepSeek-V3.2's takes the index keys of all tokens from its cache, scores
+them, adds a mask, and returns the positions of the best scores. In sequence slots each token has
+its own slot's keys, so the cache returns a stand-in for keys. The stand-in supports exactly these
+operations, and selects positions at the end (`tandem.kv_cache.index_keys`). Any other operation
+raises `UnknownIndexerError`.
 """
 
 import sys
@@ -63,10 +64,10 @@ class SeesAllBefore:
 def masks_by_layer_type(
     model: PreTrainedModel, layers: Iterable[object]
 ) -> dict[str, SeesAllBefore | SeesOwnChunk | None]:
-    """Return the masks for one forward of a model whose code asks for them; else an empty dict.
+    """Return the masks that must be passed to a model's forward, by layer type; often none.
 
-    These are models with indexers, which add masks to scores, or with chunks. `layers` are of its
-    cache.
+    Masks are for models with indexers, which add them to scores, and for models with chunks.
+    `layers` are the layers of the model's cache.
     """
     config = model.config.get_text_config(decoder=True)
     kinds = value_of(config, "layer_types") or []
@@ -103,7 +104,10 @@ class IndexScores:
         args: tuple[object, ...] = (),
         kwargs: object = None,
     ) -> "IndexScores":
-        """Compute `function` of torch, with one of these among its arguments."""
+        """Record a torch function that an indexer's code calls with a stand-in.
+
+        Raises `UnknownIndexerError` for an unknown function.
+        """
         if function is torch.matmul and isinstance(scores := args[1], cls):
             return scores._multiplied(args[0])
         if function in (F.relu, torch.relu) and isinstance(scores := args[0], cls):
@@ -134,9 +138,7 @@ class IndexScores:
         return self._shaped(dim == 1 and self.query is None)
 
     def squeeze(self, dim: int) -> "IndexScores":
-        """Return the weighted scores without the dimension for heads: (b, n_tokens,
-        n_positions).
-        """
+        """Return the weighted scores (b, n_tokens, n_positions), without the heads' dimension."""
         return self._shaped(dim == -2 and self.weights is not None)
 
     def _shaped(self, is_known: bool) -> "IndexScores":
@@ -152,8 +154,9 @@ class IndexScores:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape; its last dimension exceeds any indexer's limit, so that the indexer asks for
-        that many.
+        """A shape whose last dimension exceeds any indexer's limit.
+
+        The indexer then selects as many positions as its limit allows.
         """
         return (sys.maxsize,)
 

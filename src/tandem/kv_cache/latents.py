@@ -1,10 +1,10 @@
 """Latent attention in sequence slots: a token keeps its latent and its rotary key, for all heads.
 
-Together they are the single key of a token in a layer; the latent is its value. Decode steps attend
-to them directly. A prompt's many tokens share the work of expanding them to keys and values of each
-head, which costs less than attending to latents. Either way a token reads the stored, rounded
-values, so a prompt may be cut anywhere. Expanded keys stay for the slot's next prompt while memory
-is free.
+Latent and rotary key together are a token's single key in a layer; the latent is its value. Decode
+steps attend to latents directly. In a prompt, latents are expanded to keys and values of each head:
+many tokens share this work, so it costs less than attending to latents. Either way a token reads
+the stored, rounded values, so a prompt may be cut anywhere. Expanded keys stay for the slot's next
+prompt while memory is free.
 """
 
 from collections import OrderedDict
@@ -50,13 +50,13 @@ class _Rows(NamedTuple):
 
     layer: CachedAttention
     length: int
-    """Positions that are expanded and still the same in the slot."""
+    """The number of positions that are expanded and have not changed in the slot since."""
 
 
 class ExpandedKeys:
-    """Expanded keys and values of slots with prompts, while memory is free.
+    """Expanded keys and values of slots with prompts, which are kept while memory is free.
 
-    Dropped ones are expanded again, which only costs time.
+    Keys and values that were dropped are expanded again when needed, which only costs time.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class ExpandedKeys:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that they take."""
+        """The size of all expanded keys and values in bytes."""
         shared = 0 if self._shared is None else self._shared.num_bytes
         rows = (one for layers in self._rows.values() for one in layers.values())
         return shared + sum(one.layer.num_bytes for one in rows)
@@ -96,7 +96,7 @@ class ExpandedKeys:
     ) -> None:
         """Attend to the slots' latents, slot by slot, into `out` (n_tokens, heads, value dim).
 
-        The tokens at their `positions` (n_tokens,) have been appended.
+        The tokens, at `positions` (n_tokens,), must have been appended before.
         """
         form, query, selected = expansion.form, call.query, call.selected
         begin = 0
@@ -113,7 +113,7 @@ class ExpandedKeys:
     def _filled(
         self, threads: CpuThreads, kept: CachedAttention, new: Segment, first: int, by: Expansion
     ) -> CachedAttention:
-        """Return a layer of one slot with its tokens from `first` to the last new one, expanded."""
+        """Return a layer of one slot that holds tokens `first` to the last new token, expanded."""
         slot, length = new.slot, new.first_position + new.num_tokens - first
         self._forget_written(slot)
         layer, filled = self._room(kept, slot, length, by)
@@ -135,7 +135,7 @@ class ExpandedKeys:
     def _room(
         self, kept: CachedAttention, slot: int, length: int, by: Expansion
     ) -> tuple[CachedAttention, int]:
-        """Return memory for a layer's expanded positions, and how many are there already."""
+        """Return memory for a layer's expanded positions, and how many of them it already holds."""
         layers = self._rows.setdefault(slot, {})
         self._rows.move_to_end(slot)
         layer, filled = layers.get(kept) or (CachedAttention(by.form, by.dtype), 0)
@@ -152,7 +152,7 @@ class ExpandedKeys:
         return layer, filled
 
     def _has_room(self, num_bytes: int, slot: int) -> bool:
-        """Tell whether rows may take `num_bytes` more; drops other slots' rows for them."""
+        """Tell whether `num_bytes` more may be used; drop other slots' expanded keys if needed."""
         while True:
             limit = most_expanded_bytes(host_memory.available_bytes() + self.num_bytes)
             if self.num_bytes + num_bytes <= limit:
@@ -173,7 +173,7 @@ class ExpandedKeys:
 
 
 def _first_seen(form: AttentionForm, new: Segment) -> int:
-    """Return the first position of a block that a slot's new tokens see."""
+    """Return the first position of the first block that a slot's new tokens see."""
     seen = max(0, new.first_position + 1 - form.window) if form.window else 0
     return seen // BLOCK_TOKENS * BLOCK_TOKENS
 
@@ -181,7 +181,8 @@ def _first_seen(form: AttentionForm, new: Segment) -> int:
 def kept_keys(layer: CachedAttention, slot: int, first: int, count: int) -> Tensor:
     """Return a layer's stored keys of a slot's tokens, (count, key dim), one KV head.
 
-    `first` is the first position of a block; values are fp32 or bf16, as stored.
+    `first` must be the first position of a block. Keys are fp32 or bf16, as stored; int8 keys are
+    returned in fp32.
     """
     assert first % BLOCK_TOKENS == 0
     assert layer.form.num_kv_heads == 1

@@ -1,13 +1,14 @@
 """Keys and values of prompts' prefixes on disk: one file per segment of tokens, named by its key.
 
-A segment's key is a hash of all tokens up to its end and of what computed them, so the files form a
-tree of prefixes without an index. Files are written beside their place and then renamed, so they
-are complete or absent. A checksum is verified when a file is read, and a damaged one is removed.
-Other processes may share the directory. Prompts can be reconstructed from keys and values, so files
-and directories are readable by their user only, whatever the umask.
+A segment's key is a hash of all tokens up to its end, and of the model and the options that
+computed the segment. The files therefore form a tree of prefixes without an index. A file is
+written under a temporary name and then renamed, so it is complete or absent. A checksum is verified
+when a file is read, and a damaged file is removed. Other processes may share the directory. Prompts
+can be reconstructed from keys and values, so files and directories are readable by their user only,
+whatever the umask.
 
-One thread offers and reads, another writes. An offered segment is in `_held` until its file exists,
-and is read from there before. `_index` changes only under `_lock`.
+One thread offers and reads segments, another writes them. An offered segment is in `_held` until
+its file exists, and until then it is read from `_held`. `_index` must change only under `_lock`.
 """
 
 import contextlib
@@ -39,13 +40,13 @@ _MOST_HELD = 4
 
 
 class PrefixFiles:
-    """The segments of one model in its present form, in a directory with a size limit."""
+    """The segments of one model with its present options, in a directory with a size limit."""
 
     def __init__(self, directory: Path, limit_bytes: int, fingerprint: bytes) -> None:
         """Find the files of earlier processes.
 
-        `fingerprint` identifies the model, its options and the version of Tandem; files of others
-        count towards the limit too.
+        `fingerprint` identifies the model, its options and the version of Tandem. Files with other
+        fingerprints count towards the limit too.
         """
         self._root = directory
         self._first_key = hashlib.blake2b(fingerprint, digest_size=16).digest()
@@ -73,9 +74,10 @@ class PrefixFiles:
     def keys(
         self, tokens: Sequence[int], known: Sequence[bytes] = (), *, owner: bytes = b""
     ) -> list[bytes]:
-        """Return the keys of the whole segments of some tokens; `known` are those of the first.
+        """Return the keys of the whole segments of some tokens.
 
-        Keys differ for each `owner`, who is identified by at most 64 bytes.
+        `known` are the keys of the first segments, if they were computed before. Keys differ for
+        each `owner`, who is identified by at most 64 bytes.
         """
         found = list(known)
         first_key = self._first_key
@@ -106,13 +108,13 @@ class PrefixFiles:
         return len(self._held) < _MOST_HELD and not self._is_full
 
     def offer(self, key: bytes, data: memoryview) -> None:
-        """Queue a segment, which must not change any more, for writing."""
+        """Queue a segment for writing; `data` must not change any more."""
         with self._lock:
             self._held[key] = data
         self._waiting.put(key)
 
     def read(self, key: bytes) -> memoryview | None:
-        """Return a segment; None if it is missing or damaged. Counts as its latest use."""
+        """Return a segment, and count this as its latest use; None if it is missing or damaged."""
         with self._lock:
             if (held := self._held.get(key)) is not None:
                 return held
@@ -138,7 +140,7 @@ class PrefixFiles:
         return body
 
     def close(self, seconds: float) -> None:
-        """Write what was offered, for at most `seconds`, and stop."""
+        """End the writer after all offered segments; wait for it for at most `seconds`."""
         self._waiting.put(None)
         self._writer.join(seconds)
 
@@ -204,7 +206,7 @@ class PrefixFiles:
 
 
 def _make_private(directory: Path) -> None:
-    """Create a directory that only its user can read, or check an existing one."""
+    """Create a directory that only its user can read, or restrict an existing directory so."""
     try:
         directory.mkdir(mode=_DIRECTORY_MODE, exist_ok=True)
         if stat.S_IMODE(directory.stat().st_mode) != _DIRECTORY_MODE:

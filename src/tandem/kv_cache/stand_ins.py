@@ -1,6 +1,6 @@
-"""A model's cache object for a forward in sequence slots; its layers forward every call.
+"""A model's cache object for a forward in sequence slots; its layers pass calls to a `SlotCache`.
 
-Each stands for a layer of Transformers' own cache, whose contents a `SlotCache` keeps.
+Each layer stands for a layer of Transformers' own cache, whose contents the `SlotCache` keeps.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ _FULL = (DynamicLayer, DynamicIndexedLayer, *_FULL_AND_STATES)
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """Stands for a layer of Transformers' cache; it forwards every call."""
+    """Stands for a layer of Transformers' cache; passes its calls to a `SlotCache`."""
 
     is_sliding = False
 
@@ -55,7 +55,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Return only the new keys and values; attention has the others."""
+        """Return only the new keys and values; attention reads earlier keys and values itself."""
         self._cache.expect(self._layer)
         return key_states, value_states
 
@@ -70,7 +70,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _SelectingLayer(_Layer):
-    """The same for a layer that selects some of the positions that attention sees."""
+    """Stands for a layer that selects the positions that attention sees."""
 
     def select(
         self,
@@ -80,19 +80,19 @@ class _SelectingLayer(_Layer):
         weights: Tensor | None,
         pool: Pool | None = None,
     ) -> Tensor:
-        """As of `SlotCache.select`, for tensors (b, n_tokens, ...)."""
+        """Call `SlotCache.select` with tensors (b, n_tokens, ...)."""
         flat = None if weights is None else weights.flatten(0, 1)
         new = NewIndexKeys(self._layer, selection, pool)
         selected = self._cache.select(new, key.flatten(0, 1), query.flatten(0, 1), flat)
         return selected.view(*key.shape[:2], *selected.shape[1:])
 
     def update_index(self, idx_k: Tensor) -> Tensor:
-        """Refuse MiniMax-M3's index keys for unknown numbers of heads."""
+        """Raise `NotInSlotsError`: MiniMax-M3's indexer has an unknown number of heads."""
         raise NotInSlotsError("an indexer selects for other heads than those of keys")
 
 
 class _IndexedLayer(_SelectingLayer):
-    """The same for a layer whose indexer selects the positions that attention sees."""
+    """Stands for a layer whose indexer's own code runs, with stand-ins for its keys."""
 
     def update_indexer(self, key_states: Tensor) -> IndexScores:
         """Return a stand-in for the index keys of each token's slot."""
@@ -100,7 +100,7 @@ class _IndexedLayer(_SelectingLayer):
 
     @property
     def indexer_position_ids(self) -> None:
-        """None: the positions of earlier tokens are not asked for again."""
+        """Always None: the positions of earlier tokens are not kept for the indexer."""
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, position_ids: Tensor) -> None:
@@ -108,19 +108,19 @@ class _IndexedLayer(_SelectingLayer):
 
 
 class _CompressedLayer(_SelectingLayer):
-    """The same for a layer with a window and compressed keys of all tokens."""
+    """Stands for a layer with a window and compressed keys of all tokens."""
 
     def __init__(self, cache: SlotCache, layer: int) -> None:
         super().__init__(cache, layer)
         self.states = StateHandle(cache, layer, 0)
 
     def expect_compressed(self, ratio: int, key: Tensor, selected: Tensor | None) -> None:
-        """Record the keys (b, n_tokens, dim) that attention sees beside those of the window."""
+        """Record the keys (b, n_tokens, dim) that attention sees beside the window's keys."""
         self._cache.expect_compressed(NewCompressed(ratio, key.flatten(0, 1)[None], selected))
 
 
 class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """The same for a layer with states; it returns handles for them."""
+    """Stands for a layer with states; returns handles in place of states."""
 
     def __init__(self, cache: SlotCache, layer: int, number_of_states: int) -> None:
         super().__init__(number_of_states)
@@ -133,7 +133,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, **kwargs: object
     ) -> Tensor:
-        """Return only the new inputs; the convolution has the others."""
+        """Return only the new inputs; the convolution reads earlier inputs from its state."""
         self._cache.states_asked_for = self._handles[state_idx]
         return conv_states
 
@@ -145,7 +145,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class _KeysAndStateLayer(_StateLayer, _Layer):
-    """The same for a layer that keeps both."""
+    """Stands for a layer that keeps both keys and values, and states."""
 
     def __init__(self, cache: SlotCache, layer: int, number_of_states: int) -> None:
         _Layer.__init__(self, cache, layer)
@@ -153,10 +153,10 @@ class _KeysAndStateLayer(_StateLayer, _Layer):
 
 
 def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache:
-    """Return the cache object for a forward; raises `NotInSlotsError` for unsupported kinds of
-    layers.
+    """Return the cache object for a forward, and set the properties of the layers in `cache`.
 
-    Compressed caches and the like need their own kind.
+    The object has the class that the model's code expects. Raises `NotInSlotsError` for unsupported
+    kinds of layers.
     """
     config = model.config.get_text_config(decoder=True)
     shell, chunked = DynamicCache(config=config), chunked_layers(config)
@@ -191,9 +191,9 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
 
 
 def sees_all(model: PreTrainedModel) -> bool:
-    """Tell whether attention sees all earlier positions of a token, or of its window or chunk.
+    """Tell whether a token sees all earlier positions, or all in its window or chunk.
 
-    False if an indexer selects some, or if compressed keys are beside a window.
+    False if an indexer selects positions, or if a layer has compressed keys beside a window.
     """
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return not any(

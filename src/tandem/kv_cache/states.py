@@ -1,6 +1,7 @@
-"""States beside keys and values: what convolutions and linear attention keep of each sequence.
+"""States besides keys and values: what convolutions and linear attention keep of each sequence.
 
-A conversation that continues, branches or is edited starts from the longest checkpoint that fits.
+A conversation that continues, branches or is edited starts from the longest checkpoint within the
+tokens that have not changed.
 """
 
 from abc import ABC
@@ -31,7 +32,7 @@ class StateKey(NamedTuple):
 
 
 class StateHandle(NamedTuple):
-    """Stands for a state while a model's code carries it from its cache to an operation."""
+    """Stands for a state while a model's code passes it from its cache to an operation."""
 
     cache: Any
     layer: int
@@ -40,7 +41,7 @@ class StateHandle(NamedTuple):
     def advance(
         self, kind: str, operation: Callable[[], StateOperation], *inputs: Tensor
     ) -> Tensor:
-        """Advance a state of the layer, by its kind, as `SlotCache.advance` does."""
+        """Advance the layer's state of this kind, as `SlotCache.advance` does."""
         key = StateKey(self.layer, kind, self.number)
         result: Tensor = self.cache.advance(key, operation, *inputs)
         return result
@@ -149,7 +150,7 @@ class KeptStates(ABC, Generic[_Layer]):
         self._announced = []
 
     def _keep_drafted(self, slot: int, num_tokens: int) -> None:
-        """Make a slot's next call repeat `num_tokens` of its drafted tokens."""
+        """Keep `num_tokens` drafted tokens, over which the slot's next call advances its states."""
         self._drafted[slot] = num_tokens
 
     def save(self, slots: Iterable[int]) -> Callable[[], None]:
@@ -177,14 +178,17 @@ class KeptStates(ABC, Generic[_Layer]):
         return num_tokens <= self._drafted[slot]
 
     def usable(self, slot: int, length: int, held: int) -> int:
-        """Return how many of its first `length` tokens, of `held`, a slot can continue from."""
+        """Return how many of its first `length` tokens a slot can continue from.
+
+        The slot holds `held` tokens.
+        """
         if not self or self.can_take_back(slot, held - length):
             return length
         longest = self._checkpoints.longest(slot, length)
         return longest.length if longest else 0
 
     def go_back(self, source: int, target: int, length: int, num_less: int) -> None:
-        """Set `target` to where `source` was `num_less` tokens ago, at a usable length."""
+        """Set `target` to the states of `source` `num_less` tokens ago; `length` must be usable."""
         if not self.can_take_back(source, num_less):
             self._restore(source, target, length)
             return
@@ -195,9 +199,9 @@ class KeptStates(ABC, Generic[_Layer]):
 
     @torch.inference_mode()
     def _restore(self, source: int, target: int, length: int) -> None:
-        """Restore in `target` the checkpoint of `source` at a length, and copy earlier ones.
+        """Restore in `target` the checkpoint of `source` at a length; copy earlier checkpoints.
 
-        At length 0 there is none: operations begin there with zeros.
+        There is no checkpoint at length 0, because operations begin there with zeros.
         """
         self._checkpoints.copy(source, target, length)
         self._keep_drafted(target, 0)
@@ -210,7 +214,7 @@ class KeptStates(ABC, Generic[_Layer]):
 
     @torch.inference_mode()
     def _copy(self, source: int, target: int) -> None:
-        """Copy another slot's states to a slot."""
+        """Copy the states and checkpoints of `source` to `target`."""
         for layer in self._layers.values():
             for tensor in self._of(layer):
                 tensor[target] = tensor[source]
@@ -218,7 +222,7 @@ class KeptStates(ABC, Generic[_Layer]):
         self._checkpoints.copy(source, target, self._checkpoints.newest(source))
 
     def _most(self) -> int:
-        """Return how many checkpoints of a forward fit, before old ones are dropped."""
+        """Return how many checkpoints of one forward the budget allows, without older ones."""
         return max(1, self._budget // self.step_bytes) if self._layers else 1 << 62
 
 

@@ -1,7 +1,8 @@
 """Rings: layers with a sliding window store each of their last positions modulo the ring's size.
 
-So their memory does not grow with a text. A ring is larger than its window by a margin: a slot can
-continue from an earlier position only if nothing that this position sees has been overwritten.
+The layers' memory therefore does not grow with a text. A ring is larger than its window by a
+margin: a slot can continue from an earlier position only if nothing that this position sees has
+been overwritten.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ class Rings:
         self._ends[slot] = length
 
     def follow(self, source: int, target: int) -> None:
-        """Record that a slot was copied from another one."""
+        """Record that `target` was copied from `source`."""
         self._ends[target] = self._ends[source]
 
     def first(self, slot: int, window: int) -> int:
@@ -48,9 +49,10 @@ class Rings:
 def pieces_of_step(
     segments: Sequence[Segment], window: int
 ) -> Iterator[tuple[Sequence[Segment], slice]]:
-    """Yield the parts of a step that a layer takes at once, and their range in the step's tokens.
+    """Split a step for a layer with a window; yield each part and its range in the step's tokens.
 
-    A ring can hold one part beside what its tokens see. Without a window (0) a step is one part.
+    A ring must have room for a part and for all that the part's tokens see. Without a window (0)
+    the step is one part.
     """
     most = ring_size(window) - window - BLOCK_TOKENS
     if not window or all(segment.num_tokens <= most for segment in segments):

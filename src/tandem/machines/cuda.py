@@ -67,8 +67,8 @@ def device_parts(
     """Compile the kernels, pin the store, measure the GPU and divide its memory.
 
     Raises `CapacityError` or `ConfigError` if something is missing; nothing is then left pinned or
-    limited. Tests replace the GPU by `streams` and `device_kernels`. Afterwards the experts modules
-    must be bound again.
+    limited. Tests replace the GPU by `streams` and `device_kernels`. The caller must bind the
+    experts modules again afterwards.
     """
     model, options = observed.model, observed.options
     _say_if_planned(observed)
@@ -127,7 +127,7 @@ def _say_if_planned(observed: ObservedModel) -> None:
 def _handed_steps(
     observed: ObservedModel, device: CudaDevice, cache: ExpertCache
 ) -> HandedSteps | None:
-    """Return the object that computes steps as one graph each; None: as graph segments."""
+    """Return the object that runs each step as one graph; None if steps need graph segments."""
     if observed.why_planned() is not None:
         return None
     layers, rate = observed.native_layers(cache), observed.link_bytes_per_second
@@ -144,7 +144,7 @@ def _handed_steps(
 def compiled_kernels(
     kernels: DeviceKernels, observed: ObservedModel, streams: CudaStreams
 ) -> DeviceKernels:
-    """Return kernels compiled for a model's layers; torch's if compiling fails."""
+    """Return kernels compiled for a model's layers; torch's kernels if compiling fails."""
     call = observed.call
     layers = [(observed.store[layer], expert_functions(x)) for x, layer in observed.bound]
     works = kernels.compilations(layers, call.dtype, call.top_k, streams.device)
@@ -163,7 +163,7 @@ def compiled_kernels(
 
 
 def without_experts(model: PreTrainedModel, runtime: Runtime) -> Executor:
-    """Compile the steps of a dense model on the GPU, and keep to its memory budget.
+    """Compile the steps of a dense model on the GPU, and limit GPU memory to the budget.
 
     Closing the returned executor lifts the limit.
     """
@@ -180,7 +180,7 @@ class NoExpertsOnGpu(CpuExecutor):
     """The executor of a dense model; it keeps the GPU's memory limited."""
 
     def __init__(self, store: HostStore, threads: CpuThreads, streams: CudaStreams) -> None:
-        """Serve an empty store until it is closed or collected."""
+        """Serve an empty store; the limit ends when the executor is closed or collected."""
         super().__init__(store, threads)
         self._end = weakref.finalize(self, streams.limit, None)
         self._end.atexit = False
@@ -191,7 +191,7 @@ class NoExpertsOnGpu(CpuExecutor):
 
 
 def _compile_steps(model: PreTrainedModel, streams: CudaStreams) -> None:
-    """Compile what decode steps launch beside their experts, so that the first one does not."""
+    """Compile what decode steps launch beside their experts, before the first step runs."""
     # Imported here because stepping needs all of Transformers, which is not loaded yet when this
     # module is imported.
     from tandem.decode.cuda.compiling import step_compilations
@@ -227,9 +227,7 @@ def require_on_one_gpu(model: PreTrainedModel) -> int:
 
 
 def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, int]:
-    """Return Tandem's share of the GPU, and how much of it is not for experts; enforces the
-    share.
-    """
+    """Limit GPU memory to Tandem's share; return the share, and its bytes not for experts."""
     model, store = observed.model, observed.store
     observed.bind(NoExperts(store))
     tokens = cpu_executor.MAX_TOKENS_AT_ONCE
@@ -248,7 +246,7 @@ def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, 
 
 
 def _with_taken(share: MemoryShare, memory: DeviceMemory, taken: int) -> MemoryShare:
-    """Return Tandem's share when `taken` bytes are in use; auto refers to the rest."""
+    """Return Tandem's share when `taken` bytes are in use; an auto share is added to these."""
     if share.num_bytes is None and share.fraction is None:
         return MemoryShare(num_bytes=taken + budget_bytes(share, memory))
     return share
@@ -265,9 +263,7 @@ def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int
 
 
 def kv_bytes(model: PreTrainedModel, num_tokens: int) -> int:
-    """Return the bytes of one sequence in the slots of decode steps, or in the model's own
-    cache.
-    """
+    """Return one sequence's bytes in a slot of decode steps, or in the model's own KV cache."""
     from tandem.decode.cuda.slots import slot_bytes
 
     in_slots = slot_bytes(model, warm_up_ids(model, 1).tolist(), num_tokens)

@@ -30,7 +30,7 @@ def device_parts(observed: ObservedModel) -> DeviceParts:
 
 
 def emulated_profile(observed: ObservedModel) -> HardwareProfile:
-    """Return the profile that the options name, or this machine's with a faster GPU."""
+    """Return the profile that the options name, or this machine's with an emulated GPU."""
     options = observed.options
     if options.profile is not None:
         return load_profile(options.profile)

@@ -1,4 +1,5 @@
-"""Decisions: who computes an expert, what stays on the GPU, what is copied ahead. Pure, no clock.
+"""Decides where experts are computed, which of them stay on the GPU, and which are copied ahead.
 
-Time is an argument, completions arrive as calls, randomness is injected; no torch, no numpy.
+The code is pure and reads no clock: time is an argument, completions arrive as calls, randomness is
+injected. It uses neither torch nor numpy.
 """

@@ -7,7 +7,7 @@ from tandem.policy.residency import NOWHERE, READY, Residency
 
 
 class Admission:
-    """Chooses who leaves for whom in one layer's set; changes nothing itself."""
+    """Chooses which expert leaves a set of slots for each newcomer; the caller evicts."""
 
     def __init__(self, residency: Residency, eviction: Eviction) -> None:
         """Read slots from `residency` and scores from `eviction`."""
@@ -19,8 +19,8 @@ class Admission:
     ) -> Iterator[tuple[int, int]]:
         """Yield (newcomer, victim) keys, best newcomer first; victim NOWHERE for a free slot.
 
-        Never names a victim that is in use or being copied. The caller applies each pair before it
-        asks for the next. Without `asks` no newcomer is refused.
+        No victim is in use or being copied. The caller must apply each pair before it requests the
+        next pair. `asks` says whether the eviction policy may refuse newcomers.
         """
         residency, eviction = self._residency, self._eviction
         free = residency.free[set_id]

@@ -1,12 +1,12 @@
-"""Chooses the experts of a coming layer to copy ahead, and those to evict: the plain reference.
+"""Chooses which experts of a coming layer to copy ahead and which to evict: the plain reference.
 
-In plans, copies take idle link time and slots of the cache: free ones, then those of residents that
-are less likely to be used. In a step in one graph no expert can leave for them, because the device
-has already looked up residents: they go into free slots of their own (the staging set).
+In planned steps, copies use idle link time and cache slots: first free slots, then the slots of
+residents that are less likely to be used. In a step in one graph no expert can be evicted for a
+copy, because the device has already looked up residents: copies go into free staging slots.
 
-What a layer routed by token id will use is known before a step begins. Its experts with the most
-tokens are copied first; in plans they replace residents that the layer will not use, or go into
-staging slots if there are some.
+The experts that a layer routed by token id will use are known before a step begins. Those with the
+most tokens are copied first. In planned steps they replace residents that the layer will not use,
+or go into staging slots if the cache has any.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ from tandem.policy.residency import NOWHERE, Residency
 
 
 class Coming(NamedTuple):
-    """A coming layer, and the state of the link until then."""
+    """A coming layer, and the link's state until that layer is planned or published."""
 
     layer: int
     begin: float  # when the link is free for the layer's copies
@@ -33,7 +33,7 @@ class Coming(NamedTuple):
 
 
 class Ahead:
-    """Makes these choices with any policies; changes nothing."""
+    """Chooses experts to copy ahead, with any policies; the caller makes the copies."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Ahead:
         return len(misses), self._in_time(load, misses, coming)
 
     def _misses(self, load: LayerLoad) -> list[tuple[int, float]]:
-        """Return a layer's absent experts, those of most tokens first: (key, CPU seconds).
+        """Return (key, CPU seconds) of a layer's absent experts, those with the most tokens first.
 
-        Experts that cost more to copy than the CPU takes are left out.
+        Experts are left out if computing them on the CPU costs no more than copying them.
         """
         cpu, slot_of, pending = self._costs.cpu, self._residency.slot_of, self._link.pending
         misses = list[tuple[int, float]]()
@@ -102,9 +102,10 @@ class Ahead:
     def _in_time(
         self, load: LayerLoad, misses: Sequence[tuple[int, float]], coming: Coming
     ) -> Iterator[tuple[int, int]]:
-        """Yield the copies that arrive in time; in plans also those that end before the CPU would.
+        """Yield (key, victim) for copies that arrive in time, at most as many as there are slots.
 
-        Their number is limited by the slots.
+        In planned steps, a copy that begins before the layer is planned may also end later, by less
+        than the CPU's time for the expert.
         """
         link_seconds, begin = self._link.copy_seconds, coming.begin
         most = self._link.whole_copies(coming.needed_at - begin)
@@ -121,7 +122,7 @@ class Ahead:
             begin += link_seconds
 
     def _places(self, load: LayerLoad, keys: Sequence[int], coming: Coming) -> Iterator[int]:
-        """Yield for each key the expert that leaves its slot; may stop early."""
+        """Yield for each key the victim to evict, NOWHERE for a free slot; may stop early."""
         residency = self._residency
         if coming.in_graph or residency.capacity[residency.staging]:
             yield from [NOWHERE] * len(residency.free[residency.staging])
@@ -135,8 +136,8 @@ class Ahead:
     def _copies_in_time(self, coming: Coming) -> int:
         """Return how many copies ahead of a layer the link can carry while it is idle.
 
-        If the layer's router has been asked, a planned copy may also end after the layer begins, if
-        the CPU would end later still: such an expert would otherwise be fetched then.
+        In planned steps, if the layer has a hint, one copy may end after the layer begins, but
+        sooner than the CPU could compute the expert: otherwise the layer would fetch it then.
         """
         idle_seconds = coming.needed_at - coming.begin
         copy_seconds, count = self._link.copy_seconds, self._link.whole_copies(idle_seconds)
@@ -146,7 +147,7 @@ class Ahead:
         return int(is_sooner and self.prediction.is_hinted(coming.layer))
 
     def _terms(self, first: int, room: int, idle_copies: int) -> PrefetchTerms:
-        """Return the costs and benefits of copies ahead of the layer with this first key."""
+        """Return the terms of copies ahead for the layer whose first expert has the key `first`."""
         slots = self._residency.slot_of[first : first + self._residency.geometry.num_experts]
         gain, link_seconds = self._costs.cpu[1], self._link.copy_seconds
         return PrefetchTerms(slots, room, idle_copies, link_seconds, self.price, gain)

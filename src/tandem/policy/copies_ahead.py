@@ -1,9 +1,9 @@
-"""Copies experts ahead of coming layers: asks the decider for them, and carries them out.
+"""Copies experts ahead of coming layers: the decider chooses them, and this module queues them.
 
-In plans, copies go to the next layer first, then to later ones with known loads, once a nearer one
-has nothing left. In a step in one graph they come before the copies of this layer's misses for
-later steps: an admitted miss may save time often, but one that the next layer is about to have
-saves it now.
+In planned steps, the next layer's experts are copied first; a later layer with a known load follows
+once no nearer layer has experts left to copy. In a step in one graph, copies ahead precede copies
+of this layer's misses for later steps: an admitted miss may save time often, but avoiding a miss of
+the next layer saves time now.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from tandem.policy.residency import NOWHERE, Residency
 
 
 class CopiesAhead:
-    """The copies ahead of a step's layers, and the known loads."""
+    """Queues the copies ahead of a step's layers, and holds the step's known loads."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class CopiesAhead:
         self._known: dict[int, LayerLoad] = {}  # layer -> load, in the layers' order
 
     def begin_step(self, known: Sequence[LayerLoad]) -> None:
-        """Take the known loads, in the layers' order."""
+        """Set the step's known loads, which must be in the order of the layers."""
         self._known = {load.layer: load for load in known}
         self._costs.require(max((max(load.tokens) for load in known), default=0))
 
@@ -48,10 +48,10 @@ class CopiesAhead:
     def planned(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float, *, predicts: bool
     ) -> tuple[Copy, ...]:
-        """Queue and return copies for layers from this one on, which is planned at `next_plan`.
+        """Queue and return copies for `layer`, which is planned at `next_plan`, and later layers.
 
         Layers are assumed to follow each other at the interval from `now` to `next_plan`. Staged
-        experts of layers that have passed and are not `in_use` leave first.
+        experts of passed layers leave first, unless they are `in_use`.
         """
         found, link = list[Copy](), self._link
         if predicts and layer not in self._known:
@@ -70,11 +70,11 @@ class CopiesAhead:
     def in_graph(
         self, layer: int, num_fetches: int, now: float, next_plan: float, *, predicts: bool
     ) -> tuple[Copy, ...]:
-        """Give free slots to experts of a layer that is published at `next_plan`, and return the
-        copies.
+        """Assign free slots to experts of `layer`, published at `next_plan`; return the copies.
 
-        Known later layers are included, at the interval from `now` to `next_plan`. Only copies that
-        arrive in time, after `num_fetches` fetches, count. The caller issues them.
+        Later layers with known loads are included; they are assumed to follow at the interval from
+        `now` to `next_plan`. Only copies that arrive in time, behind `num_fetches` fetches, are
+        returned. The caller must issue them.
         """
         found, link = list[Copy](), self._link
         ready = max(link.free_at, now + self._costs.copy_wake) + num_fetches * link.copy_seconds

@@ -1,7 +1,7 @@
 """The costs of one machine: CPU, GPU and link seconds, measured elsewhere, read from JSON.
 
-The caller reads files: profiles arrive and leave as text. A `HardwareProfile` is one machine; its
-`ShapeCosts` hold the times of one model shape; planners index a `CostTable`.
+Callers must read and write files themselves: profiles arrive and leave as text. A `HardwareProfile`
+is one machine; its `ShapeCosts` hold the times of one model shape; planners index a `CostTable`.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class ShapeCosts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """Seconds of the host's own work, for one way in which a step hands layers over."""
+    """Seconds of the host's own work on one path, the way in which a step hands layers over."""
 
     path: str
     """"segments": graph segments with Python between them; "graph": the whole step in one."""
@@ -88,16 +88,16 @@ class HostCosts:
     cpu_begin_seconds: float
     """Additional time until the CPU computes its first expert."""
     cpu_end_seconds: float
-    """From the CPU's last row until the GPU continues."""
+    """From the CPU's last result until the GPU continues."""
     fetch_seconds: float
-    """A fetched expert's share of its group's launch, which is the least time that it takes."""
+    """A fetched expert's share of its group's launch; no fetch takes less time than that."""
     second_launch_seconds: float = 0.0
     """The second launch of a layer in one graph that allows fetches; it happens even if nothing is
     fetched."""
     copy_wake_seconds: float = 0.0
     """Time to wake a sleeping thread, before and after each fetch within a graph."""
     asking_seconds: float = 0.0
-    """The next layer's router in one graph, per layer that asks it; 0: not measured."""
+    """Running the next layer's router ahead in one graph, per layer; 0: not measured."""
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
@@ -113,13 +113,13 @@ _PAGE_BYTES = 4096  # experts begin at multiples of it
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Return an expert's bytes in whole pages, in a file and in a slot over a disk."""
+    """Round an expert's bytes up to whole pages, which it occupies in a file and a host slot."""
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiskCosts:
-    """The read rates of the disk under a model's files, at random places, by queue depth."""
+    """Random-read rates, by queue depth, of the disk that holds a model's files."""
 
     reads: str
     """"direct" bypasses the system's page cache; "buffered" if the file system refuses direct
@@ -148,7 +148,7 @@ class DiskCosts:
         return max(self.bytes_per_second)
 
     def read_seconds(self, expert_bytes: int) -> float:
-        """Return the seconds of an expert's read while others are under way."""
+        """Return the seconds per expert if reads keep the disk at its fastest depth."""
         return whole_pages(expert_bytes) / self.most_bytes_per_second
 
 
@@ -200,9 +200,10 @@ class HardwareProfile:
         raise ConfigError(f"profile {self.name!r} has no costs for the shape {name!r}; {hint}")
 
     def host_costs(self, path: str | None = None) -> HostCosts | None:
-        """Return the host's work on a path, None: the usual one. Returns None if it is unknown.
+        """Return the host costs of a path; without `path`, of the profile's default path.
 
-        `ConfigError` names the nearest names for a path that the profile lacks.
+        Returns None for `NO_HOST`, and without `path` if the profile has no host costs. For a path
+        that the profile lacks, `ConfigError` names the nearest names.
         """
         if path == NO_HOST or (path is None and not self.host):
             return None
@@ -217,9 +218,9 @@ class HardwareProfile:
     ) -> ShapeCosts:
         """Return a shape's times including the host's work on a path, as in `host_costs`.
 
-        With `is_resident` no layer of a decode step is handed over. Prompts are planned whatever
-        the path of decode steps is: their first expert on the CPU costs what it does in graph
-        segments.
+        With `is_resident` no layer of a decode step is handed over to the host. Prompts are planned
+        whatever the path of decode steps is: their first expert on the CPU costs as much as in
+        graph segments.
         """
         host = self.host_costs(path)
         if host is None:
@@ -351,10 +352,10 @@ class CostTable:
         cpu_slowdown: float = 1.0,
         read_seconds: float = 0.0,
     ) -> None:
-        """Expand the tables; copies are priced with `link_slowdown`, because they share the memory.
+        """Expand the tables; copies share memory with the CPU, so `link_slowdown` applies to them.
 
         `cpu_slowdown` is the factor on CPU times while the link is busy; it is not in the tables.
-        `read_seconds` are those of one expert's read from a disk.
+        `read_seconds` is the time to read one expert from a disk.
         """
         self.costs = costs
         self.link_slowdown, self.cpu_slowdown = link_slowdown, cpu_slowdown

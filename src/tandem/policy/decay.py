@@ -1,7 +1,7 @@
 """Exponentially decayed counts per expert, without touching the experts that did not occur.
 
 Instead of multiplying every count by the decay at each tick, the increment grows by its inverse;
-all counts of a layer then share one factor, which leaves their order alone.
+all counts of a layer then share one factor, which does not change their order.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Decides about a layer: who computes each active expert, which misses get a slot, who leaves.
+"""Decides which processor computes each expert, which misses get slots, and which experts leave.
 
-Also which experts of coming layers are copied ahead. This is the reference, in plain lists. Engines
-use a native decider with the same decisions, to the last bit, for policies with a native form
-(`tandem.experts.cache.native_decider`).
+It also decides which experts of coming layers are copied ahead. This is the reference, in plain
+lists. For policies with a native form, engines use a native decider that makes the same decisions,
+to the last bit (`tandem.experts.cache.native_decider`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,12 +28,12 @@ class LayerNow(NamedTuple):
     states: bytes  # one byte per key
     now: float
     places: bytes = b""
-    """Where memory over a disk holds each of them (`tandem.policy.reads`). Empty: memory holds
-    all."""
+    """Where each active expert is, if the model runs from the disk (`tandem.policy.reads`). Empty:
+    all are in memory."""
 
 
 class Decider(Protocol):
-    """Makes the decisions about a layer; changes nothing."""
+    """Makes the decisions about a layer; the caller applies them."""
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
         """Return which processor computes each expert."""
@@ -41,10 +41,10 @@ class Decider(Protocol):
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Yield (entering, leaving) keys, best first; NOWHERE for a free slot.
+        """Yield (entering, leaving) keys, best first; leaving is NOWHERE for a free slot.
 
-        The link also has `num_ahead` copies ahead, and time until `next_plan`. The caller applies
-        each pair before it asks for the next.
+        The link also carries `num_ahead` copies ahead, and the next layer is planned at
+        `next_plan`. The caller must apply each pair before it requests the next pair.
         """
 
     def most_valued(self, layer: int, most: int) -> Sequence[int]:
@@ -53,12 +53,14 @@ class Decider(Protocol):
     def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
         """Yield (entering, leaving) keys for copies ahead by prediction, best first.
 
-        As `entries` does. Copies over residents wait until `chances` recur.
+        As for `entries`, the caller must apply each pair before it requests the next pair. Copies
+        into the cache's own slots wait until `chances` recur.
         """
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        """Return how many copies a known load is worth, and the (entering, leaving) keys of those
-        to start now.
+        """Return how many experts of a known load are worth a copy, and the copies to start now.
+
+        Each copy is a pair of (entering, leaving) keys.
         """
 
 
@@ -107,16 +109,14 @@ class PlainDecider:
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Yield the eviction's entries, without those for which the link has no time."""
+        """Yield the entries of the eviction policy for which the link has time."""
         in_use = frozenset(layer.keys)
         entering = self._entering(layer, in_use, split.fetch, num_ahead, next_plan)
         set_id = self.residency.set_of(layer.load.layer)
         return self._admission.pairs(set_id, entering, in_use)
 
     def most_valued(self, layer: int, most: int) -> Sequence[int]:
-        """Return the most valuable experts by the eviction's scores; among equals the lower key is
-        first.
-        """
+        """Return the absent experts with the highest scores; equal scores are ordered by key."""
         slot_of, geometry = self.residency.slot_of, self.residency.geometry
         keys = range(geometry.key(layer, 0), geometry.key(layer + 1, 0))
         absent = [key for key in keys if slot_of[key] == NOWHERE]

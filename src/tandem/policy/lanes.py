@@ -3,7 +3,7 @@
 A row holds one 32-bit SIMD lane per expert, a fraction of 1 scaled by `ONE`. This makes tables of
 all pairs of experts affordable between two layers of a decode step (0.1 microseconds a row).
 A lane must never go below 0 or over 32 bits, or it would borrow from its neighbour: a caller that
-subtracts adds an offset first.
+subtracts must add an offset first.
 """
 
 import sys
@@ -42,9 +42,7 @@ class Lanes:
         return (row >> shift) & self._keep[shift]
 
     def moved(self, average: int, used: int, shift: int) -> int:
-        """Return moving averages after one more step: 1 for used experts, with weight 1 /
-        2**shift.
-        """
+        """Return the moving averages one step later; used experts count 1, weight 1 / 2**shift."""
         return average + (used << (16 - shift)) - ((average >> shift) & self._keep[shift])
 
     def read(self, row: int) -> memoryview:

@@ -1,4 +1,4 @@
-"""The values that router, planner and executor exchange: what a layer needs, and who computes it.
+"""The values that router, planner and executor exchange: a layer's load, and where it is computed.
 
 They are keyed by expert id, never by position. This file is the planner's whole interface.
 """

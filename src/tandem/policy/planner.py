@@ -1,9 +1,9 @@
 """The planner turns one layer's load into one layer's plan. The engine and the simulator drive it.
 
-Per step: `begin_step`, then `plan` for each MoE layer in order, as soon as its router has run;
-`copy_finished` whenever a planned copy has ended. The executor keeps this order: the link serves
-copies as planned, one at a time; a slot is overwritten only after the last planned use of its old
-content; an `arriving` or fetched expert runs after its own copy.
+In each step the caller must call `begin_step`, then `plan` for each MoE layer in order, as soon as
+the layer's router has run, and `copy_finished` whenever a planned copy has ended. The executor must
+keep this order: the link serves copies as planned, one at a time; a slot is overwritten only after
+the last planned use of its old content; an `arriving` or fetched expert runs after its own copy.
 
 Deterministic: equal calls give equal plans. Reads no clock; all times are arguments.
 """
@@ -52,13 +52,13 @@ class Planner:
     ) -> None:
         """Wire the policies together.
 
-        `graph_rules` are the rules of steps in one graph, by size; `rule` is that of all other
-        steps. The `ring` takes fetched experts that are not admitted to the cache; without slots in
-        it only admitted experts can be fetched. `max_fetches` is equation 9 for one layer. Steps in
-        one graph copy predicted experts ahead for `predicting_sizes`, and take hints for
-        `asking_sizes`; planned steps always take hints. `copy_price_seconds` is the time that one
-        copy costs CPU and GPU. `decider` makes a native decider with the plain one's decisions, if
-        there is one for these policies.
+        `graph_rules` are the rules of steps in one graph, by size; `rule` is the rule of all other
+        steps. The `ring` holds fetched experts that are not admitted to the cache; if it has no
+        slots, nothing is fetched. `max_fetches` is equation 9 for one layer. With `can_prefetch`,
+        steps in one graph copy predicted experts ahead at `predicting_sizes` and accept hints at
+        `asking_sizes`; planned steps always do both. `copy_price_seconds` is the time that one copy
+        costs CPU and GPU. `decider` must return a native decider with the plain decider's
+        decisions, or None if there is none for these policies.
         """
         self.geometry = geometry
         self.costs = costs
@@ -98,7 +98,7 @@ class Planner:
         """Start a step of `num_tokens` tokens; returns copies ahead for its first layer.
 
         `known` are the loads of layers routed by token id, in the layers' order; these layers are
-        not predicted. A step `in_graph` predicts no first layer.
+        not predicted. For its first layer, a step `in_graph` copies no predicted experts ahead.
         """
         self._rule = self.graph_rule(num_tokens) if in_graph else self._planned_rule
         self._predicts = self.predicts_in_graph(num_tokens) if in_graph else self._can_prefetch
@@ -132,11 +132,11 @@ class Planner:
         return capture_size(num_tokens) in self.predicting_sizes
 
     def asks_in_graph(self, num_tokens: int) -> bool:
-        """Tell whether steps of `num_tokens` tokens in one graph ask each next layer's router."""
+        """Tell whether steps of `num_tokens` tokens in one graph run the next layer's router."""
         return self.predicts_in_graph(num_tokens) and capture_size(num_tokens) in self.asking_sizes
 
     def asks_behind(self, layer: int) -> bool:
-        """Tell whether the router after a layer is asked; it is not if its choice is known."""
+        """Tell whether `layer` also runs the next layer's router; not if that load is known."""
         return self.asks and not self.ahead.knows(layer + 1)
 
     @property
@@ -146,7 +146,7 @@ class Planner:
 
     @property
     def stages_predictions(self) -> bool:
-        """Whether predicted experts are copied to slots of their own, in decode steps too."""
+        """Whether planned decode steps also copy predicted experts into staging slots."""
         return self._can_prefetch and self.ahead.is_staged
 
     def copy_finished(self, layer: int, expert: int, now: float) -> None:
@@ -159,8 +159,8 @@ class Planner:
     def learn(self) -> None:
         """Learn from the layers planned so far, while CPU and GPU compute them.
 
-        Calling this is optional: what is not learned here is learned in a later `plan`, which then
-        takes longer. Plans are the same.
+        Calling this is optional: without the call a later `plan` learns the same, and takes longer.
+        Plans are the same either way.
         """
         self.eviction.learn()
         self.prediction.learn()
@@ -170,8 +170,8 @@ class Planner:
     ) -> LayerPlan:
         """Decide for one layer at time `now`; its copies count as issued in the plan's order.
 
-        `places` has the experts' places in memory over a disk, as in `LayerNow`; a step in one
-        graph uses those of misses only.
+        `places` says where each active expert is if the model runs from the disk, as in `LayerNow`;
+        a step in one graph uses the places of misses only.
         """
         if self._has_every_expert:
             return self._plan_without_misses(load, now, places)
@@ -230,9 +230,7 @@ class Planner:
         )  # fmt: skip
 
     def problem(self, load: LayerLoad, now: float) -> LayerProblem:
-        """Return a layer's present assignment problem, if memory has all experts; changes
-        nothing.
-        """
+        """Return a layer's current assignment problem, for a host memory that holds all experts."""
         return self._problem(self._layer_now(load, now, b""))
 
     def _problem(self, layer: LayerNow) -> LayerProblem:
@@ -254,7 +252,7 @@ class Planner:
     ) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
         """Assign slots to fetched and to admitted experts; return (fetch, insert) copies.
 
-        On the link the copies `ahead` come between them.
+        On the link, the copies `ahead` are queued between `fetch` and `insert`.
         """
         residency, link = self.residency, self.link
         first, set_id = layer * self.geometry.num_experts, residency.set_of(layer)
@@ -282,7 +280,7 @@ class Planner:
         in_use: frozenset[int],
         now: float,
     ) -> list[Copy]:
-        """Queue the copies of fetched experts; those with a slot there are taken off `copies`."""
+        """Queue and return fetched experts' copies; those of admitted experts leave `copies`."""
         fetch = []
         num_staged = sum(first + expert not in copies for expert in split.fetch)
         ring, ready = self.ring.slots(in_use), now
@@ -301,7 +299,7 @@ class Planner:
     def _copies_ahead(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
-        """Queue and return copies for the next layer, then for later known layers."""
+        """Queue and return copies for the next layer, then for later layers with known loads."""
         ahead, of_prompt = tuple[Copy, ...](), self.prompt.is_on
         if of_prompt and not self.ahead.knows(layer):
             ahead = self.prompt.copies(layer, in_use, now, next_plan)

@@ -1,8 +1,8 @@
 """Chooses which predicted experts are copied ahead: one protocol, and its choices by name.
 
-Tandem's own choice uses only idle link time, so that a copy ahead never delays a needed one. No
+Tandem's own choice uses only idle link time, so that a copy ahead never delays a needed copy. No
 slots are set aside: a copy ahead takes the slot of a resident that is less likely to be used.
-Nothing is copied before chances have recurred (`Recurrence`).
+Nothing is copied before chances of a worthwhile copy have recurred (`Recurrence`).
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class PrefetchTerms(NamedTuple):
 
 
 class PrefetchChoice(Protocol):
-    """Chooses experts to copy ahead; keeps no state."""
+    """Chooses experts to copy ahead; must keep no state."""
 
     is_staged: bool  # whether copies ahead wait in slots of their own, not in the cache's
     count: int  # limit of copies ahead for one layer
@@ -38,9 +38,7 @@ class PrefetchChoice(Protocol):
         """Return absent experts to copy, at most `terms.room`, in copy order."""
 
     def replaces(self, forecast: Forecast, terms: PrefetchTerms, expert: int, victim: int) -> bool:
-        """Tell whether an expert may take the slot of a resident of its layer, unless it is
-        staged.
-        """
+        """Tell whether an expert may replace a resident of its layer; not called for staging."""
         return False
 
 
@@ -86,17 +84,16 @@ class NoPrefetch(PrefetchChoice):
         """Ignore `count`."""
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
-        """Return nothing."""
+        """Return no experts."""
         return []
 
 
 class Recurrence:
-    """Tells recurring chances from single ones: a bucket fills with each chance and leaks with
-    time.
+    """Tells recurring chances of a worthwhile copy from isolated chances, with a leaky bucket.
 
-    A copy ahead changes what the cache holds from then on, which moves a run of 5 s by up to 0.9 ms
-    either way; it gains about 0.1 ms (docs/policies.md, "What did not work"). So few copies are a
-    gamble and many are a gain.
+    A copy ahead changes the cache's content from then on, which moves a run of 5 s by up to 0.9 ms
+    either way; the copy gains about 0.1 ms (docs/policies.md, "What did not work"). So few copies
+    are a gamble and many are a gain.
     """
 
     def __init__(self) -> None:
@@ -110,7 +107,7 @@ class Recurrence:
             self.level -= 1
 
     def note_chance(self) -> bool:
-        """Add a chance; returns whether chances have been frequent."""
+        """Add a chance; return whether recent chances are frequent enough to copy."""
         self.level = min(self.level + LAYERS_PER_CHANCE, FULL)
         return self.level >= ENOUGH
 

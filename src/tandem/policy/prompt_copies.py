@@ -1,8 +1,8 @@
 """Copies ahead in long prompts, which use nearly every expert, so that no prediction is needed.
 
 While a layer's experts and the next layer's attention are computed, the link would idle until the
-next router has run. So absent experts of that layer are copied into staging slots, as many as the
-link can carry, the most valuable first. Short prompts use predictions.
+next layer's router has run. So absent experts of the next layer are copied into staging slots, as
+many as the link can carry, the most valuable first. Short prompts use predictions.
 """
 
 import math
@@ -19,7 +19,7 @@ _LEAST_TOKENS = 8
 
 
 class PromptCopies:
-    """Copies ahead of the layers of a long prompt."""
+    """Copies experts ahead of the layers of a long prompt."""
 
     def __init__(
         self, geometry: Geometry, residency: Residency, link: LinkQueue, decider: Decider
@@ -30,7 +30,7 @@ class PromptCopies:
         self.is_on = False
 
     def begin_step(self, num_tokens: int, *, is_prefill: bool) -> None:
-        """Begin a step; only long prompts are copied ahead."""
+        """Begin a step; experts are copied ahead only for long prompts."""
         geometry, residency = self._geometry, self._residency
         is_long = num_tokens * geometry.top_k >= _LEAST_TOKENS * geometry.num_experts
         self.is_on = is_prefill and is_long and residency.capacity[residency.staging] > 0
@@ -40,7 +40,7 @@ class PromptCopies:
     ) -> tuple[Copy, ...]:
         """Queue and return copies for a layer that is planned at `next_plan`.
 
-        Staged experts of other layers that are not `in_use` leave first.
+        Staged experts of earlier layers leave first, unless they are `in_use`.
         """
         residency, link = self._residency, self._link
         residency.release_passed(layer, in_use)

@@ -1,8 +1,8 @@
-"""Decides what is read from a disk ahead of its use, and which host slots are lent to a device.
+"""Decides which experts are read from a disk ahead of use, and which host slots a device borrows.
 
-This is the reference. Host slots decide the same natively (`csrc/decider/reads.cpp`), to the last
-bit. Eviction decides who gets a slot and who leaves, in host memory as on a GPU
-(`tandem.policy.admission`).
+This is the reference. Host slots make the same decisions natively (`csrc/decider/reads.cpp`), to
+the last bit. The eviction policy decides which expert gets a slot and which one leaves, in host
+memory as on a GPU (`tandem.policy.admission`).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class ComingUse(NamedTuple):
 
 
 class SharedSlots(NamedTuple):
-    """Slots that experts of all layers pass through."""
+    """The transit slots, which experts of all layers pass through."""
 
     all: int
     free: int
@@ -31,7 +31,7 @@ class SharedSlots(NamedTuple):
 
 
 class ReadAhead(NamedTuple):
-    """An expert to read before its layer asks for it."""
+    """An expert to read before its layer needs it."""
 
     layer: int
     expert: int
@@ -41,9 +41,9 @@ class ReadAhead(NamedTuple):
 def known_reads(coming: Sequence[ComingUse], shared: SharedSlots) -> list[ReadAhead]:
     """Return the experts of known uses to read now, in the order of the layers.
 
-    They go into free slots of their layers, or else into half of the shared slots; the rest is left
-    for urgent reads. Reading stops at the first expert without a slot, because a later one would
-    take a slot from a nearer use.
+    They go into free slots of their layers, otherwise into at most half of the shared slots; the
+    other half is left for urgent reads. The list ends at the first expert without a slot, because a
+    later expert would take a slot from a nearer use.
     """
     found, (_, free, expected) = list[ReadAhead](), shared
     for layer, experts, are_there, free_slots in coming:
@@ -66,34 +66,34 @@ disk."""
 
 
 def is_prompt(num_tokens: int) -> bool:
-    """Tell whether a use of `num_tokens` tokens is a prompt's, which reads nearly all experts."""
+    """Tell whether a layer's use by `num_tokens` tokens is a prompt's and reads most experts."""
     return num_tokens > MOST_STEP_TOKENS
 
 
 def prompt_reads(on_device: bytes, scores: Sequence[int]) -> list[int]:
     """Return the reads for a prompt's next layer, in order: experts not on a device, best first.
 
-    The last ones may find no slot, and a prompt does not use all of them.
+    There may be no slots for the last of them, and a prompt does not use all of them.
     """
     absent = [expert for expert, state in enumerate(on_device) if state != READY]
     return sorted(absent, key=lambda expert: -scores[expert])
 
 
 def rank_last(on_device: bytes, scores: Sequence[int]) -> list[int]:
-    """Return the scores for eviction from memory, in which experts on a device come last."""
+    """Return scores for eviction from memory; experts on a device get 0, so they leave first."""
     pairs = zip(on_device, scores, strict=True)
     return [0 if state == READY else score for state, score in pairs]
 
 
 def may_lend(num_lent: int, num_shared: int) -> bool:
-    """Tell whether one more shared slot may be lent to a copy; half of them are kept for uses."""
+    """Tell whether one more shared slot may be lent to a copy; half the slots are never lent."""
     return 2 * (num_lent + 1) <= num_shared
 
 
 def may_take_room(num_free: int, *, waits: bool) -> bool:
     """Tell whether a copy may take one of `num_free` free slots.
 
-    The last one is kept for callers that wait for it and hold nothing that others wait for, so that
-    they make progress.
+    The last free slot is kept for callers that wait for one (`waits`), so that they make progress;
+    such a caller must hold nothing that others wait for.
     """
     return num_free > (0 if waits else 1)

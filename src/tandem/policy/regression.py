@@ -1,6 +1,6 @@
 """Online linear regression for all experts of a layer at once: predicted = sum of active rows.
 
-Events make rows active: each expert in use has a row, each token may have one. Once the true load
+Events make rows active: each expert in use has a row, each token may have a row. Once the true load
 is known, each active row is moved by a part of the error (the delta rule). Rows are SIMD lanes (see
 `lanes`); offsets keep lanes above 0: values stay within +-16, errors within +-256.
 """
@@ -43,7 +43,7 @@ class Regression:
         return self._lanes.read(self.shifted_sum(total, num_rows, 0))
 
     def change(self, truth: int, total: int, num_rows: int, shift: int) -> int:
-        """Return what to add to each of the rows: (truth - predicted) / 2**shift, rounded."""
+        """Return the row to add to each active row: (truth - predicted) / 2**shift, rounded."""
         biases = self._error_bias.get((num_rows, shift))
         if biases is None:
             half = 1 << shift >> 1

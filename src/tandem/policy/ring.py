@@ -1,7 +1,7 @@
 """The ring: slots for experts that are fetched for a single use.
 
-One slot is the ring's own. The others belong to the expert cache: a set lends one when a fetch
-needs it, and gets it back after some steps without a fetch.
+One slot is the ring's own. The others belong to the expert cache: a set lends a slot when a fetch
+needs it, and gets the slot back after some steps without a fetch.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -26,7 +26,7 @@ class Ring:
         size: int,
         graph_size: int = 0,
     ) -> None:
-        """Start with the `own` slots; `size` counts them and those that may be borrowed.
+        """Start with the `own` slots; `size` is the most slots, own and borrowed together.
 
         `graph_size` is the size for steps in one graph, where no slot is used twice in a layer.
         """
@@ -38,10 +38,10 @@ class Ring:
         self._asked = 0, 0
 
     def begin_step(self, *, in_graph: bool = False, may_fetch: bool = True) -> list[int]:
-        """Take the slots that a step may need; return the keys of the experts that leave them.
+        """Borrow the slots that a step may need; return the keys of the experts that leave them.
 
-        A step in one graph takes them at once: as many as a layer of recent steps has asked for.
-        Slots go back to the cache if the step may not fetch, or recent steps did not.
+        Only a step in one graph borrows slots now: as many as any layer of recent steps needed.
+        Borrowed slots return to the cache if the step may not fetch, or if recent steps did not.
         """
         self._quiet_steps += 1
         if not may_fetch or self._quiet_steps > QUIET_STEPS:
@@ -62,9 +62,9 @@ class Ring:
         return len(self._own) + len(self._residency.lent)
 
     def slots(self, in_use: Container[int]) -> Iterator[tuple[int, int]]:
-        """Yield slots for fetched experts in turn, each with the key that leaves it.
+        """Yield slots for fetched experts in turn, each with the key of the expert that leaves it.
 
-        Keys `in_use` stay. The key is NOWHERE if no expert leaves.
+        Experts whose keys are `in_use` do not leave. The key is NOWHERE if no expert leaves.
         """
         self._quiet_steps = 0
         lent = self._residency.lent
@@ -76,7 +76,8 @@ class Ring:
     def graph_slots(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield slots for `count` experts of a layer in one graph, or as many as there are.
 
-        No expert leaves them, and each holds one expert, because all are needed at the same time.
+        No expert leaves the slots, so that each key is NOWHERE. No slot is yielded twice, because
+        all fetched experts are needed at the same time.
         """
         self.note_asked(count)
         return iter([(slot, NOWHERE) for slot in self.held_slots()[:count]])
@@ -87,11 +88,11 @@ class Ring:
         self._asked = max(self._asked[0], count), self._asked[1]
 
     def held_slots(self) -> list[int]:
-        """Return its own slots and the borrowed ones."""
+        """Return the ring's own slots and the borrowed slots."""
         return [*self._own, *self._residency.lent]
 
     def _borrow(self, in_use: Container[int]) -> tuple[int, int] | None:
-        """Take a slot from the largest set that can lend one; return it and the evicted expert."""
+        """Borrow a slot from the largest set that can lend one; return (slot, evicted key)."""
         residency = self._residency
         for set_id in sorted(
             range(residency.num_sets), key=lambda at: (-residency.capacity[at], -at)

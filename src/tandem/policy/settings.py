@@ -1,4 +1,4 @@
-"""Makes a `Planner` from names: which policies, how many slots, how they are divided."""
+"""Makes a `Planner` from settings: the policies' names, and the number and division of slots."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ GRAPH_PREDICTION = "regression"
 
 
 class Native(NamedTuple):
-    """What an engine has natively: the eviction's tables, the predictor, the decider with both."""
+    """An engine's native parts: the eviction's tables, the predictor, a decider that uses both."""
 
     next_use: Callable[[Geometry], Sequence[NextUseTable]]  # by layer
     prediction: Callable[[Geometry], Prediction]
@@ -82,7 +82,7 @@ class PlannerSettings:
     eviction_options: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the names; `ConfigError` names the nearest ones."""
+        """Check names and numbers; for an unknown name, `ConfigError` names the nearest names."""
         self.policies.assignments.factory(self.rule())
         object.__setattr__(self, "eviction", self.policies.evictions.today(self.eviction))
         self.policies.evictions.factory(self.eviction)
@@ -105,7 +105,7 @@ class PlannerSettings:
         return FETCHING_RULE if capture_size(graph_tokens) in self.fetching_sizes else GRAPH_RULE
 
     def graph_rules(self) -> str:
-        """Describe the rules of steps in one graph, and which of them copy ahead."""
+        """Describe the rules of steps in one graph, and which sizes of steps copy ahead."""
         names = {size: self.rule(graph_tokens=size) for size in CAPTURE_SIZES}
         rules, ahead = names[1], " or ".join(map(str, self.predicting_sizes))
         if len({*names.values()}) > 1:
@@ -134,22 +134,22 @@ class PlannerSettings:
 
     @property
     def may_predict(self) -> bool:
-        """Whether steps in one graph may copy ahead by themselves, in slots that exist anyway."""
+        """Whether steps in one graph may copy ahead unrequested, in slots that exist anyway."""
         is_asked = self.must_prefetch or self.prediction != GRAPH_PREDICTION
         return self.can_prefetch and not is_asked and self.copies_prompts
 
     @property
     def may_ask(self) -> bool:
-        """Whether steps in one graph may ask routers ahead."""
+        """Whether steps in one graph may run the next layer's router ahead."""
         return self.can_ask and self.can_prefetch and self.prediction == GRAPH_PREDICTION
 
     def with_predictions(
         self, sizes: tuple[int, ...], asking_sizes: tuple[int, ...] = ()
     ) -> "PlannerSettings":
-        """Return settings whose steps in one graph copy ahead as requested, or else for these
-        sizes.
+        """Return settings with the sizes of steps in one graph that copy ahead.
 
-        Those of `asking_sizes` copy ahead too, and ask routers ahead.
+        These are all sizes with `must_prefetch`, else `sizes`. Steps of `asking_sizes` copy ahead
+        too, and run each next layer's router ahead.
         """
         if not self.can_prefetch or self.prediction != GRAPH_PREDICTION:
             return self
@@ -164,7 +164,7 @@ class PlannerSettings:
         return self.prefetch_count > 0 and self.prediction != "none"
 
     def set_sizes(self, geometry: Geometry, num_slots: int) -> list[int]:
-        """Return the sizes of the cache's sets; `extra_slots` are taken off first."""
+        """Return the sizes of the cache's sets, which divide `num_slots` minus `extra_slots`."""
         cached = num_slots - self.extra_slots(num_slots)
         return [cached] if self.pool == "shared" else sets_by_layer(cached, geometry.num_layers)
 
@@ -194,7 +194,7 @@ class PlannerSettings:
         return self.staging_slots(num_slots) + min(OWN_SLOTS, self.ring_slots(num_slots))
 
     def slots_for(self, num_cached: int) -> int:
-        """Return the smallest number of slots of which `num_cached` are the cache's."""
+        """Return the smallest number of slots of which `num_cached` belong to the cache proper."""
         num_slots = num_cached
         while num_slots - self.extra_slots(num_slots) < num_cached:
             num_slots = num_cached + self.extra_slots(num_slots)
@@ -214,8 +214,9 @@ def make_planner(
 ) -> Planner:
     """Build a planner for `num_slots` equal slots; `resident` are the keys present at the start.
 
-    Slots 0 .. num_slots - 1: the cache's sets, then staging, then the ring's own. What the planner
-    `like` has learned is taken over. Policies learn in `tables`, if given.
+    Slots 0 .. num_slots - 1 are those of the cache's sets, then staging, then the ring's own. The
+    new planner takes over the policies of the planner `like`, with all that they have learned.
+    Policies learn in `tables`, if given.
     """
     sizes = settings.set_sizes(geometry, num_slots)
     staging = settings.staging_slots(num_slots)
@@ -309,6 +310,6 @@ def _prediction(settings: PlannerSettings, geometry: Geometry, tables: Native | 
 
 
 def with_tables(make: Callable[..., Eviction], tables: Tables | None) -> Callable[..., Eviction]:
-    """Return an eviction's factory that passes these tables, if it uses any."""
+    """Return an eviction's factory `make`, changed to pass `tables` if the eviction uses tables."""
     learns = isinstance(make, type) and issubclass(make, LearnsInTables)
     return partial(make, tables=tables) if learns and tables is not None else make

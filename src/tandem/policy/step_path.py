@@ -1,8 +1,8 @@
 """The path of decode steps on a GPU: planned layer by layer, or one graph.
 
-A step in one graph decides by itself, without Python: experts that the device has published stay
-the device's, and nothing is copied ahead. So it supports only some options
-(`PlannerSettings.why_planned`); with others, steps are planned or the path is refused.
+A step in one graph runs without Python, and hits that the device has published stay on the device.
+So it supports only some options (`PlannerSettings.why_planned`); with other options, steps are
+planned or the path is refused.
 """
 
 from typing import NamedTuple
@@ -38,9 +38,9 @@ def run_path(profile: HardwareProfile, why_planned: str | None) -> StepPath:
 
 
 def step_path(profile: HardwareProfile, asked: str | None, why_planned: str | None) -> StepPath:
-    """Return the requested path; None requests the profile's usual one.
+    """Return the requested path; without `asked`, the profile's default path.
 
-    `why_planned` names an option that one graph cannot follow: the usual path is then that of
+    `why_planned` names an option that one graph cannot follow: the default is then the path of
     planned steps, and a request for one graph raises `ConfigError`.
     """
     host = profile.host_costs(asked)

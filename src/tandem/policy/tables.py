@@ -1,6 +1,6 @@
-"""The interface of the tables in which the eviction learns: pure ones, and faster native ones.
+"""The interface of the tables in which the eviction learns: in pure Python, or faster native code.
 
-The engine gives the planner native tables; their answers are the same to the last bit.
+The engine gives the planner native tables, which must give the same answers to the last bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ class NextUseTable(Protocol):
     def note(
         self, load: LayerLoad, divisor: int, experts: Sequence[int], above: Sequence[int]
     ) -> None:
-        """Record what the layer uses in a step.
+        """Record the experts that the layer uses in a step.
 
-        `divisor` scales the load's token counts; `experts` are in use now in this layer and `above`
-        in the one above.
+        The load's token counts are divided by `divisor`; `experts` are in use now in this layer,
+        and `above` in the layer above.
         """
 
     def learn(self) -> None:
-        """Learn from the prediction made some steps before the last note; no-op if that is done."""
+        """Learn from the prediction made some steps before the last note, unless that is done."""
 
     def values(self) -> memoryview:
         """Return the scores by expert, 32 bits each; they stay the same until the next note."""
@@ -31,10 +31,10 @@ class NextUseTable(Protocol):
         """Drop cached scores, because native code has changed the table."""
 
     def resize(self, capacity: int) -> None:
-        """Choose among the rules of `eviction.rule_choice` for a cache of this size; 0: do not."""
+        """Compare the rules of `eviction.rule_choice` for a cache of this size; for 0, do not."""
 
     def followed(self) -> int:
-        """Return the rule of `values`."""
+        """Return the number of the rule by which `values` scores."""
 
 
 class LearnsInTables:
@@ -48,4 +48,4 @@ class Tables(Protocol):
 
     @property
     def next_use(self) -> Callable[[Geometry], Sequence[NextUseTable]]:
-        """The factory of `eviction.next_use`'s tables, by layer; None: pure ones."""
+        """The factory of `eviction.next_use`'s tables, which returns one table per layer."""

@@ -1,1 +1,1 @@
-"""Compares a model's answers with a reference's: divergence, first choices, perplexity."""
+"""Compares a model's predictions with a reference's: divergence, first choices, perplexity."""

@@ -1,7 +1,7 @@
-"""Chooses an option for each part of a model, for the least total loss within a number of bytes.
+"""Chooses an option for each part of a model, for a small total loss within a number of bytes.
 
-Pure: parts are lists of options, and an option has a size and a loss. Equal input gives equal
-choices.
+Pure functions: parts are lists of options, and an option has a size and a loss. Equal inputs give
+equal choices.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,16 @@ class Option(NamedTuple):
     name: str
     num_bytes: int
     loss: float
-    """The divergence that it adds to the model, in nats."""
+    """The divergence that this option adds to the model, in nats."""
 
 
 def choose_within(parts: Sequence[Sequence[Option]], num_bytes: int) -> list[Option] | None:
     """Return an option for each part, with a small total loss, in at most `num_bytes` bytes.
 
-    Every part starts with its smallest option. Steps that save the most loss per byte come first
-    (the Lagrangian's choice, along each part's convex hull), as long as they fit; then the
-    remaining bytes go to the steps that save the most. None: the smallest options do not fit.
+    Every part starts with its smallest option. Steps to larger options follow each part's convex
+    hull, in the order of the loss that they save per byte (the Lagrangian's choice), if they fit.
+    The remaining bytes are spent on the changes that save the most loss. Returns None if the
+    smallest options do not fit.
     """
     hulls = [_hull(part) for part in parts]
     at = [0] * len(hulls)
@@ -59,7 +60,7 @@ def _hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _filled(parts: Sequence[Sequence[Option]], chosen: list[Option], left: int) -> list[Option]:
-    """Spend the remaining bytes on the largest savings that fit, one after another."""
+    """Spend the `left` bytes on the largest savings of loss that fit, one after another."""
     while True:
         found = [
             (chosen[number].loss - option.loss, -number, option)

@@ -1,9 +1,10 @@
 """Collects the mean squares of the inputs of every matrix while a model reads a text.
 
 Experts are computed in torch, one after another, so that the values between their projections can
-be read. Windows of one length are read together, so that each expert is unpacked for many tokens.
-The head is left out: each of its rows matters where its word is likely, which means over all tokens
-do not show. Memory is that of the model and of this many tokens' values.
+be read. Windows of one length are batched, so that each expert is unpacked once for many tokens.
+The head is left out: each of its rows matters for tokens after which its word is likely, and a mean
+over all tokens does not show that. The collection needs memory for the model and for one batch's
+values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ Progress = Callable[[int, int], None]  # (tokens done, total)
 
 
 class Squares:
-    """Sums of the squares of a matrix's inputs, or of each expert's, with their token counts."""
+    """Sums of squares of the inputs of one matrix, or of each expert's matrix, and token counts."""
 
     def __init__(self, num_matrices: int, width: int) -> None:
         """Start with zero tokens."""
@@ -36,29 +37,29 @@ class Squares:
         self._tokens = torch.zeros(num_matrices, dtype=torch.int64, device="cpu")
 
     def add(self, inputs: Tensor, matrix: int = 0) -> None:
-        """Add tokens, (n_tokens, width)."""
+        """Add the inputs of tokens, (n_tokens, width), to a matrix's sums."""
         self._sums[matrix] += inputs.float().square().sum(0).cpu()
         self._tokens[matrix] += len(inputs)
 
     def mean(self) -> InputSquares:
-        """Return the mean squares."""
+        """Return the mean squares of the inputs, per matrix."""
         tokens = self._tokens.clamp(min=1)[:, None]
         return InputSquares((self._sums / tokens).float(), self._tokens)
 
 
 class CollectingExecutor(ReferenceExecutor):
-    """Computes experts, and sums the squares of the inputs of both projections."""
+    """Computes experts, and sums up the squares of the inputs of both projections."""
 
     def __init__(self, store: HostStore) -> None:
-        """Serve a store's layers."""
+        """Compute the experts of a store; nothing is summed up yet."""
         super().__init__(store)
         self.found: dict[str, Squares] = {}
-        """Sums of squares of inputs, by the experts' parameter name."""
+        """Sums of squares of inputs, by the parameter name of a layer's experts."""
 
     def rows(
         self, host: HostLayer, expert: int, rows: Tensor, functions: ExpertFunctions
     ) -> Tensor:
-        """Compute one expert: (n_tokens, hidden_size) fp32 of its tokens, in and out."""
+        """Compute one expert for its tokens; input and result are (n_tokens, hidden_size) fp32."""
         self._of(host, host.arrivals.up_name, rows.shape[1]).add(rows, expert)
 
         def noted(activate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -88,7 +89,8 @@ def collect_importance(
 ) -> dict[str, InputSquares]:
     """Run windows of text through a model on the CPU; return the mean squares of all inputs.
 
-    By parameter: of experts (num_experts, inputs), of linear layers but the head (1, inputs).
+    The mean squares, by parameter name, are (num_experts, inputs) for experts and (1, inputs) for
+    linear layers other than the head.
     """
     runtime = require_runtime(model)
     executor = CollectingExecutor(runtime.store)
@@ -104,7 +106,7 @@ def collect_importance(
 
 
 def _batches(windows: Sequence[Window]) -> Iterator[Tensor]:
-    """Yield batches of windows of equal length: ids (rows, tokens)."""
+    """Yield batches of windows of equal length, as ids (windows, tokens)."""
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for window in windows:
         by_length.setdefault(len(window.ids), []).append(window.ids)
@@ -114,7 +116,7 @@ def _batches(windows: Sequence[Window]) -> Iterator[Tensor]:
 
 @contextmanager
 def _listening(model: PreTrainedModel) -> Iterator[dict[str, Squares]]:
-    """Sum the squares of linear layers' inputs by weight name in the context; not the head's."""
+    """Sum up squares of linear layers' inputs, by weight name, in the context; skips the head."""
     found: dict[str, Squares] = {}
     layers: dict[str, nn.Module] = {path: layer for path, _, _, layer in packable_layers(model)}
     layers |= dict(packed_layers(model))

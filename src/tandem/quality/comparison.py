@@ -1,6 +1,6 @@
 """Runs a model over windows of text and compares its next-token distributions with a reference's.
 
-The model runs as it answers: with the kernels, attention and KV cache of a prompt.
+The model runs as in answering a request: with the kernels, attention and KV cache of a prompt.
 """
 
 import math
@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]  # (tokens done, total)
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How well tokens are predicted; comparisons are None without a reference."""
+    """How well a model predicts tokens; without a reference, the comparisons with it are None."""
 
     tokens: int
     perplexity: float
@@ -42,15 +42,16 @@ class Tally:
     """The results for each token, by domain."""
 
     def __init__(self) -> None:
-        """Start without tokens."""
+        """Start without results."""
         self._found: dict[str, dict[str, list[float]]] = {}
 
     def add(
         self, domain: str, targets: Sequence[int], logits: Tensor, reference: Tensor | None
     ) -> None:
-        """Add tokens of a window: (n_tokens, vocabulary) logits of the next tokens, fp32.
+        """Add a part of a window: (n_tokens, vocabulary) fp32 logits of each token's next token.
 
-        `targets` are these next tokens, as far as the text has them: all, or one less.
+        `targets` are the real next tokens. They may be one fewer than the logits, because the text
+        ends with the last token.
         """
         own = self._found.setdefault(
             domain, {name: [] for name in ("loss", "reference_loss", "kl", "is_same")}
@@ -69,7 +70,7 @@ class Tally:
         own["kl"] += apart.sum(-1).clamp(min=0.0).tolist()
 
     def by_domain(self) -> dict[str, Quality]:
-        """Return the results of each domain."""
+        """Return the results by domain."""
         return {domain: _quality([found]) for domain, found in self._found.items()}
 
     def total(self) -> Quality:
@@ -132,7 +133,7 @@ def measure(
 def _logits(
     model: PreTrainedModel, windows: Sequence[Window], kv_dtype: str
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield window, first position and logits (n_tokens, vocabulary) fp32 of the next tokens."""
+    """Yield (window's number, first position, next-token logits (n_tokens, vocabulary) fp32)."""
     generator = Generator(model, kv_dtype=kv_dtype, has_replay=False, speculate="none")
     longest = max(len(window.ids) for window in windows)
     pool = generator.slot_pool(1, capacity=longest)

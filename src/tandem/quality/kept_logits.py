@@ -1,8 +1,8 @@
-"""A reference's logits in a file, so that they need not be in memory with the measured model.
+"""A reference's logits in a file, so that the reference need not be in memory during a measurement.
 
-A safetensors file: the tokens of all windows, and the fp16 logits of the whole vocabulary for each
-token, less their largest. So they are exact to a thousandth near the top, and a softmax gives a
-distribution again. Each window's rows have a checksum.
+The safetensors file has the tokens of all windows, and for each token the fp16 logits of the whole
+vocabulary, minus the largest logit. So large logits are exact to a thousandth, and their softmax is
+the distribution. There is a checksum of each window's logits.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class LogitsWriter:
     """Writes logits in the order of the windows' tokens; the file appears when it is complete."""
 
     def __init__(self, path: Path, windows: Sequence[Window], words: str) -> None:
-        """Write to `path`; `words` is the windows' digest by the model's tokenizer."""
+        """Write to `path`; `words` is the windows' `words_digest` with the model's tokenizer."""
         self._path, self._partial = path, path.with_name(f"{path.name}.part")
         self._windows, self._words = windows, words
         self._sums = [0] * len(windows)
@@ -48,7 +48,7 @@ class LogitsWriter:
             self._partial.unlink()
 
     def add(self, number: int, logits: Tensor) -> None:
-        """Write the next rows of a window: (n_tokens, vocabulary) of any float dtype."""
+        """Write the logits of a window's next tokens: (n_tokens, vocabulary) of any float dtype."""
         if not self._sums_at:
             self._begin(logits.shape[1])
         below = logits.float() - logits.float().amax(-1, keepdim=True)
@@ -84,7 +84,7 @@ class KeptLogits:
     """Logits that `LogitsWriter` wrote, read window by window."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file; raises `FileFormatError` for a damaged one or one of another kind."""
+        """Open a file; raises `FileFormatError` if it is damaged or not a file of logits."""
         self._path = path
         try:
             file: Any = safe_open(path, framework="pt")

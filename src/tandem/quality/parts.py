@@ -1,8 +1,8 @@
 """The parts of a model that may have different formats, and the errors that formats cause.
 
-Parts are the experts' projections of each layer, linear layers that read the same input, and the
-embeddings. Errors are squared, weighed by importance, and measured on a sample of evenly spaced
-experts and rows.
+A part is one projection of all experts of a layer, or the linear layers that read the same input,
+or the embeddings. Errors are squared, weighted by importance, and measured on a sample of evenly
+spaced experts and rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ def linear_groups(
 ) -> Iterator[dict[str, nn.Linear]]:
     """Yield groups of linear layers by path; siblings that read the same input form one group.
 
-    They are multiplied at once if they have one format.
+    A group can be computed as one product if its layers have the same format.
     """
     groups: dict[tuple[int, int, float], dict[str, nn.Linear]] = {}
     for path, parent, _, linear in packable_layers(model):
@@ -67,8 +67,9 @@ def embeddings_of(model: PreTrainedModel) -> dict[str, nn.Embedding]:
 def sampled_losses(
     weight: Tensor, importance: Tensor | None, formats: Sequence[WeightFormat]
 ) -> Tensor:
-    """Return the weighed squared error of a sample of (rows, cols) by format; last, that of
-    zeros.
+    """Return the weighted squared error of each format on a sample of rows of (rows, cols).
+
+    The last value is the error of zeros: the sample's own weighted square.
     """
     step = max(1, len(weight) // _MOST_ROWS)
     sample = weight[::step][:_MOST_ROWS].float()
@@ -81,7 +82,7 @@ def sampled_losses(
 
 
 def sampled_experts(layer: HostLayer) -> list[int]:
-    """Return the numbers of evenly spaced experts."""
+    """Return the numbers of the sampled experts, evenly spaced."""
     count = layer.arrivals.num_experts
     return list(range(0, count, max(1, count // _MOST_EXPERTS)))[:_MOST_EXPERTS]
 
@@ -89,7 +90,7 @@ def sampled_experts(layer: HostLayer) -> list[int]:
 def expert_losses(
     layer: HostLayer, importance: Importance | None, formats: Sequence[WeightFormat]
 ) -> list[Tensor]:
-    """Return these errors for the first and the second projection of a layer's experts."""
+    """Return `sampled_losses` of a layer's two projections, summed over the sampled experts."""
     experts = [(expert, layer.weights(expert)) for expert in sampled_experts(layer)]
     found = []
     for name in projections(layer):
@@ -109,7 +110,7 @@ def projections(layer: HostLayer) -> tuple[str, str]:
 
 
 def projection(weights: ExpertWeights, parameter: str) -> Tensor:
-    """Return an expert's weight of a projection, (outputs, inputs)."""
+    """Return an expert's weight of the projection `parameter`, (outputs, inputs)."""
     weight = weights.down if parameter.endswith(".down_proj") else weights.up
     return weight.T if weights.is_transposed else weight
 
@@ -117,7 +118,7 @@ def projection(weights: ExpertWeights, parameter: str) -> Tensor:
 def expert_importance(
     importance: Importance | None, layer: HostLayer, parameter: str, expert: int, weight: Tensor
 ) -> Tensor | None:
-    """Return the importance of the inputs of an expert's projection; None: all are equal."""
+    """Return the importance of the inputs of an expert's projection; None: all inputs are equal."""
     if importance is None:
         return None
     found = importance.of(parameter, (layer.arrivals.num_experts, weight.shape[1]))

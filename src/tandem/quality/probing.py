@@ -1,7 +1,8 @@
 """Measures how much each part of a model matters: the divergence when that part alone is rounded.
 
-Parts are rounded to a coarse format (`parts.PROBE`), on some hundred tokens. A finer format's loss
-follows from its squared error, because divergence grows with the square of the error.
+Each part is rounded to a coarse format (`parts.PROBE`), and the model reads some hundred tokens. A
+finer format's loss follows from its squared error, because divergence grows with the square of the
+error.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,12 +41,13 @@ Progress = Callable[[int, int], None]  # (parts done, total)
 
 
 class ProbingExecutor(ReferenceExecutor):
-    """Computes one layer's experts with a rounded projection; another executor computes the
-    others.
+    """Computes one layer's experts with a rounded projection.
+
+    Another executor computes all other layers.
     """
 
     def __init__(self, others: Executor, importance: Importance) -> None:
-        """Round nothing yet."""
+        """Compute all layers with `others` until `rounding` selects a projection."""
         super().__init__(others.store)
         self.parameter = ""
         """The full name of the projection that is rounded."""
@@ -54,7 +56,7 @@ class ProbingExecutor(ReferenceExecutor):
 
     @contextmanager
     def rounding(self, parameter: str) -> Iterator[None]:
-        """Round a projection inside the context."""
+        """Round the projection `parameter` inside the context."""
         self.parameter = parameter
         try:
             yield
@@ -63,13 +65,13 @@ class ProbingExecutor(ReferenceExecutor):
             self._rounded.clear()
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        """Compute a call, expert by expert in the layer with the rounded projection."""
+        """Compute a call: expert by expert for the layer with the rounded projection."""
         if self.parameter in projections(self.store[call.layer]):
             return super().compute(call, functions)
         return self._others.compute(call, functions)
 
     def weights(self, host: HostLayer, expert: int) -> ExpertWeights:
-        """Return one expert's weights, rounded once."""
+        """Return one expert's weights with the projection rounded; each expert is rounded once."""
         if expert not in self._rounded:
             weights = host.weights(expert)
             weight = projection(weights, self.parameter)
@@ -89,10 +91,11 @@ def probe(
     importance: Importance,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Return the mean divergence in nats by parameter, when only its part is rounded.
+    """Return, by parameter name, the mean divergence in nats if only its part is rounded.
 
-    Windows with the first one's length are used. The model is on the CPU; packed parts are skipped.
-    Linear layers with the same input are one part, and each has its divergence.
+    Only windows as long as the first window are used. The model must be on the CPU; packed parts
+    are skipped. Linear layers with the same input are one part, and each is listed with that part's
+    divergence.
     """
     runtime = require_runtime(model)
     length = len(windows[0].ids)

@@ -1,8 +1,8 @@
 """Recipes: a format for each part of a model, for the least loss in a number of bytes.
 
-A part's loss is its measured divergence (`probing`), times the squared error of a format over the
-probe's. For a model that has not been probed, relative errors of all parts have equal weight, as in
-llama.cpp's files.
+A part's loss in a format is its measured divergence (`probing`), times the format's squared error
+divided by the probe format's. For a model that has not been probed, relative errors of all parts
+have equal weight, as in llama.cpp's files.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class Recipe:
     """A format for each part of a model."""
 
     expert_formats: list[str]
-    """The format of each MoE layer, as in `expert_dtype`."""
+    """The format of each MoE layer's experts, in the notation of `expert_dtype`."""
     dense_formats: dict[str, str]
     """The formats of linear layers and embeddings, by path."""
     num_bytes: int
@@ -132,7 +132,7 @@ def _has_grid(option: Option) -> bool:
 
 
 class _MeasuringSink:
-    """Takes a load's layers, measures them, and drops them."""
+    """Receives the layers of a model that is being loaded, measures them, and drops them."""
 
     def __init__(self, importance: Importance | None, progress: Progress | None) -> None:
         self.layers: dict[int, list[Option]] = {}
@@ -163,9 +163,9 @@ class _MeasuringSink:
 def measure_parts(
     checkpoint: AnyCheckpoint, offload: OffloadConfig, progress: Progress | None = None
 ) -> Measured:
-    """Read a model once, layer by layer, and measure what each format would cost each part.
+    """Read a model once, layer by layer, and measure size and loss of each part in each format.
 
-    `offload` names the importance file. Needs memory for the dense parts and a layer or two.
+    `offload` names the importance file. Needs memory for the dense parts and one or two MoE layers.
     """
     offload = with_importance_file(offload, checkpoint)
     importance = given_importance(offload)
@@ -193,7 +193,7 @@ def _bytes_of(model: PreTrainedModel, linear: Mapping[tuple[str, ...], object]) 
 
 
 def _layer_options(layer: HostLayer, importance: Importance | None) -> list[Option]:
-    """Return every pair of formats for a layer's two projections."""
+    """Return an option for every pair of formats of a layer's two projections."""
     losses = [
         _losses(name, squares, importance)
         for name, squares in zip(
@@ -223,7 +223,7 @@ def _stride(layer: HostLayer, up: WeightFormat, down: WeightFormat) -> int:
 def _linear_options(
     model: PreTrainedModel, importance: Importance | None
 ) -> dict[tuple[str, ...], list[Option]]:
-    """Return the formats of linear layers, by the paths of those that share one."""
+    """Return the options of linear layers, by the paths of the layers that must share a format."""
     embeddings = embeddings_of(model)
     groups: list[Mapping[str, nn.Module]] = [*linear_groups(model, importance)]
     found: dict[tuple[str, ...], list[Option]] = {}
@@ -246,7 +246,7 @@ def _linear_options(
 
 
 def _losses(parameter: str, squares: Tensor, importance: Importance | None) -> Sequence[float]:
-    """Return a part's loss by format, from its squared errors and, last, its own squares."""
+    """Return a part's loss by format, from `sampled_losses`: errors, and last the part's square."""
     errors, own = squares[:-1], squares[-1].clamp(min=1e-30)
     probed = None if importance is None else importance.divergence_of(parameter)
     of_probe = errors[CHOICES.index(PROBE)].clamp(min=1e-30)

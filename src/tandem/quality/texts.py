@@ -1,7 +1,7 @@
-"""The texts on which models are measured, and those from which importance is collected.
+"""The texts on which models are measured, and the texts from which importance is collected.
 
-By domain, in windows of tokens. Knows tokenizers but no model. held_out/licences.md and
-learnt/licences.md say where the texts come from.
+Texts are grouped by domain and cut into windows of tokens. The module uses tokenizers, but no
+model. held_out/licences.md and learnt/licences.md have the sources of the texts.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _LEAST_TOKENS = 16  # of a domain; fewer would say nothing about it
 
 
 class Window(NamedTuple):
-    """Tokens that a model reads with an empty context, after the tokenizer's initial tokens."""
+    """Tokens that a model reads in an empty context; the tokenizer's initial tokens come first."""
 
     domain: str
     ids: tuple[int, ...]
@@ -34,7 +34,7 @@ def held_out_texts() -> dict[str, str]:
 
 
 def learnt_texts() -> dict[str, str]:
-    """Return the texts for importance by domain; none is held out."""
+    """Return the texts for collecting importance, by domain; none of them is a held-out text."""
     sample = resources.files("tandem.demo").joinpath("calibration.txt").read_text(encoding="utf-8")
     quarter = len(sample) // _PARTS_OF_SAMPLE + 1
     parts = {
@@ -53,8 +53,10 @@ def _texts_in(name: str) -> dict[str, str]:
 
 
 def read_texts(files: Sequence[str]) -> dict[str, str]:
-    """Return the texts of files, each a domain named after its file; `FileFormatError` if one is no
-    text.
+    """Return the texts of files by domain: each file is a domain with the file's name.
+
+    Raises `FileFormatError` for a file that is not a text, and `ConfigError` if two files have the
+    same name.
     """
     texts: dict[str, str] = {}
     for file in files:
@@ -77,9 +79,9 @@ def read_texts(files: Sequence[str]) -> dict[str, str]:
 def cut_windows(
     texts: Mapping[str, str], tokenizer: Tokenizer, num_tokens: int, window: int = WINDOW_TOKENS
 ) -> list[Window]:
-    """Cut windows from the start of each text, `num_tokens` in all, equally many in each domain.
+    """Cut windows from the start of each text: `num_tokens` in all, divided equally among domains.
 
-    A text shorter than its share is used whole. Raises `ConfigError` for one of less than 16
+    A text shorter than its share is used whole. Raises `ConfigError` for a text of fewer than 16
     tokens.
     """
     share = max(_LEAST_TOKENS, num_tokens // len(texts))
@@ -110,7 +112,7 @@ def _tokens_before(tokenizer: Tokenizer) -> list[int]:
 
 
 def words_digest(windows: Sequence[Window], tokenizer: Tokenizer) -> str:
-    """Return a digest of the windows' tokens and their names in the tokenizer.
+    """Return a digest of the windows' token ids and of these tokens' texts in the tokenizer.
 
     Models with equal digests read the same text with the same vocabulary.
     """

@@ -1,1 +1,1 @@
-"""A decode step as a recorded graph: recorded once, compared, then replayed."""
+"""Decode steps as recorded graphs: recorded, compared with the model's own steps, then replayed."""

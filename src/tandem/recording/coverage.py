@@ -1,8 +1,7 @@
-"""Reports which operations of a recorded decode step and a prompt are native, and the cost of the
-others.
+"""Reports which operations of a recorded decode step or a prompt are not native, and their cost.
 
-Adjacent native operations of a step are one call; other operations run one by one, in torch or in
-Python.
+Adjacent native operations of a step are one call; all other operations run one by one, in torch or
+in Python.
 """
 
 import time
@@ -23,7 +22,7 @@ _NAMED_OPERATIONS = 5  # the others are summed up
 
 @dataclass(frozen=True, slots=True)
 class NotNative:
-    """All calls of one operation that a step leaves to torch or Python."""
+    """All calls of one operation that runs in torch or Python."""
 
     operation: str
     calls: int
@@ -34,16 +33,16 @@ class Coverage(NamedTuple):
     """One decode step, profiled."""
 
     num_calls: int
-    """The step's calls: native programs, and operations that are not native."""
+    """The number of calls of a step: native programs, and operations that are not native."""
     milliseconds: float
     """Time of the step when operations run one by one."""
     native: dict[str, int]
     """The number of native operations by name."""
     not_native: list[NotNative]
-    """The costliest first."""
+    """The operations that are not native, the costliest first."""
 
     def line(self) -> str:
-        """Return a line about what is not native and its cost."""
+        """Return a line of text about the operations that are not native."""
         what = f"of the {self.num_calls} calls of a decode step"
         return f"not native: {_costs(self.not_native, what, self.milliseconds)}"
 
@@ -55,10 +54,10 @@ class PromptCoverage(NamedTuple):
     milliseconds: float
     """Time of the prompt without counting."""
     not_native: list[NotNative]
-    """The costliest first."""
+    """The torch operations, the costliest first."""
 
     def line(self) -> str:
-        """Return a line about what is not native and its cost."""
+        """Return a line of text about the torch operations."""
         what = f"calls of torch for {self.num_tokens} tokens"
         return f"not native of a prompt: {_costs(self.not_native, what, self.milliseconds)}"
 
@@ -80,9 +79,9 @@ def _part(name: str, operations: list[NotNative]) -> str:
 
 
 def coverage_of(recorded: RecordedGraph) -> Coverage:
-    """Profile a step: repeats it with the last step's inputs and positions in the KV cache.
+    """Profile a step by repeating the last step, with its inputs and positions in the KV cache.
 
-    Call it right after a decode step, before anything else is computed.
+    Must be called right after a decode step, before anything else is computed.
     """
     native: Counter[str] = Counter()
     calls: Counter[str] = Counter()
@@ -100,7 +99,7 @@ def coverage_of(recorded: RecordedGraph) -> Coverage:
 
 
 def coverage_of_prompt(run: Callable[[], object], num_tokens: int) -> PromptCoverage:
-    """Run a prompt twice, once with its torch operations counted."""
+    """Run a prompt twice: timed, then with its torch operations counted."""
     begin = time.perf_counter()
     run()
     taken = time.perf_counter() - begin
@@ -115,7 +114,7 @@ def _by_cost(calls: Counter[str], seconds: Counter[str]) -> list[NotNative]:
 
 
 class TorchWork(TorchDispatchMode):
-    """Counts torch's computations while active as a context, but not views and allocations."""
+    """Counts torch operations inside its context, except views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

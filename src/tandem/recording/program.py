@@ -1,4 +1,4 @@
-"""Programs of native operations in a recorded graph: adjacent ones are one call, on fixed memory.
+"""Programs: adjacent native operations of a recorded graph as one call, on fixed memory.
 
 A step's tensors have the same shapes each time, so each tensor that native operations read or write
 gets a buffer once; views are also made once. A buffer is reused after its last read.
@@ -24,23 +24,23 @@ Report = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class NativeCall:
-    """Adds a native operation to a program; takes the place of a recorded function."""
+    """Adds a native operation to a program; an `Operation` has it in place of a function."""
 
     add: Callable[[_native.Program, list[Tensor], list[Tensor]], Report | None]
-    """Adds the operation with its inputs and outputs; may return a report to call after each
-    run."""
+    """Adds the operation with its inputs and outputs; may return a report, a function to call after
+    each run."""
     threads: CpuThreads
-    """The threads whose program the operation joins."""
+    """The threads that run the operation; a program has only operations of the same threads."""
     reported: Sequence[int] = ()
     """Indices of the inputs that the report reads; their buffers stay until the graph has run."""
 
     def __call__(self, *args: object) -> NoReturn:
-        """Replace a function in the recording; never called."""
+        """Raise: an operation's function must be callable, but a native call is never called."""
         raise AssertionError("a native operation runs as part of a program")
 
 
 def require_contiguous(*tensors: Tensor) -> None:
-    """Raise for tensors that are not contiguous."""
+    """Raise `NotRecordableError` unless all tensors are contiguous."""
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise NotRecordableError("a native operation would read a tensor that has gaps")
 
@@ -52,7 +52,7 @@ def may_alias(operation: Operation) -> bool:
 
 
 class BufferPlan:
-    """The fixed memory of a recorded graph, by tensor number, apart from constants."""
+    """The tensors of a recorded graph that have a fixed address: constants, buffers and views."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class BufferPlan:
                 self.tensors[ref.number] = self._memory.take(tensors[ref.number], group)
 
     def _is_view(self, operation: Operation) -> bool:
-        """Create a view now if its base has a buffer."""
+        """Create an operation's results now if they are views of buffers; else return False."""
         if operation.has_effects or any(r.number not in self.tensors for r in operation.inputs):
             return False
 
@@ -122,7 +122,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class _Groups:
-    """Groups of tensors that may share memory, by the operations' rules or by observation."""
+    """Groups of tensors that may share memory, by the operations' schemas or in the recording."""
 
     def __init__(self, operations: Iterable[Operation], tensors: Sequence[Tensor]) -> None:
         self._parent: dict[int, int] = {}
@@ -140,7 +140,10 @@ class _Groups:
         return number
 
     def last_uses(self, operations: Sequence[Operation]) -> dict[int, int]:
-        """Return, by group, the index of the last operation that reads or writes it."""
+        """Return, for each group, the index of the last operation that reads or writes the group.
+
+        Groups that a report reads last until the end.
+        """
         last = {
             self.of(ref.number): index
             for index, operation in enumerate(operations)
@@ -154,7 +157,7 @@ class _Groups:
 
 
 class _Memory:
-    """Allocates and reuses memory."""
+    """Allocates and reuses buffers."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
@@ -162,7 +165,7 @@ class _Memory:
         self.num_bytes = 0
 
     def take(self, like: Tensor, group: int) -> Tensor:
-        """Return a contiguous tensor of the shape and dtype of another one."""
+        """Return a contiguous tensor with the shape and dtype of `like`, for tensors of a group."""
         num_bytes = max(1, -(-like.nbytes // _GRANULE_BYTES)) * _GRANULE_BYTES
         free = self._free.setdefault(num_bytes, [])
         if not free:
@@ -173,7 +176,7 @@ class _Memory:
         return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
     def release(self, index: int, last_use: dict[int, int]) -> None:
-        """Release memory that no later operation reads."""
+        """Release the buffers of groups that no operation after `index` reads or writes."""
         for group, memory in self._used:
             if last_use[group] <= index:
                 self._free[memory.nbytes].append(memory)
@@ -181,7 +184,7 @@ class _Memory:
 
 
 def compile_program(operations: Sequence[Operation], plan: BufferPlan) -> Callable[[], None]:
-    """Return a function that runs native operations as one call; all use the same threads."""
+    """Return a function that runs native operations as one call; their threads must be the same."""
     threads = operations[0].function.threads  # type: ignore[attr-defined]
     program = threads.program()
     reports: list[Report] = []

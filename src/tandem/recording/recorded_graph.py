@@ -1,9 +1,9 @@
 """Runs a recorded step again as one flat Python function, without the model's own code around it.
 
 Of a step's 4,000 operations most are views and small arithmetic, which the model's Python code
-calls through modules, wrappers and checks. The recorded graph calls them directly, leaves out
-what nobody reads, computes once what never changes, frees each tensor after its last use, and
-hands what is native to programs (`tandem.recording.program`).
+calls through modules, wrappers and checks. The recorded graph calls operations directly, omits
+those whose results are not read, computes constant results only once, frees each tensor after its
+last use, and puts native operations into programs (`tandem.recording.program`).
 """
 
 import math
@@ -53,10 +53,10 @@ class RecordedGraph:
         *,
         fusing: Fusing | None = None,
     ) -> None:
-        """Compile a recording whose `inputs` change between runs; `result` is what it returns.
+        """Compile a recording whose `inputs` change between runs and whose result is `result`.
 
         With `threads`, native kernels replace the groups of operations that they support; without
-        them, `fusing` (if given) replaces groups.
+        `threads`, `fusing` (if given) replaces groups.
         """
         self._operations = _live(recording.operations, recording.ref(result))
         numbers = {id(tensor): number for number, tensor in enumerate(recording.tensors)}
@@ -97,7 +97,7 @@ class RecordedGraph:
 
     @property
     def place_bytes(self) -> int:
-        """Bytes of the fixed memory between native operations."""
+        """The bytes of the fixed buffers that native operations read and write."""
         return self._plan.num_bytes
 
     @torch.inference_mode()
@@ -107,7 +107,10 @@ class RecordedGraph:
 
     @torch.inference_mode()
     def profile(self, num_runs: int) -> list[tuple[Operation, float]]:
-        """Run several times; return each operation with its mean seconds. Slower than `run`."""
+        """Run the step several times, operation by operation; return each with its mean seconds.
+
+        A profiled run is slower than `run`, because native operations are not joined to programs.
+        """
         seconds = [0.0] * len(self._operations)
         timed = _compile(self._operations, self._plan, self._result, seconds)
         for _ in range(num_runs):
@@ -137,7 +140,7 @@ def record_step(
 
 
 def _live(operations: list[Operation], result: Ref) -> list[Operation]:
-    """Remove operations without effects whose results are unused."""
+    """Drop operations without effects on which neither `result` nor an effect depends."""
     needed = {result}
     kept = []
     for operation in reversed(operations):
@@ -150,7 +153,7 @@ def _live(operations: list[Operation], result: Ref) -> list[Operation]:
 def _fold(
     operations: list[Operation], recording: Recording, varying: set[int]
 ) -> tuple[list[Operation], dict[int, Tensor]]:
-    """Replace constant results by recorded values; return other operations and constants."""
+    """Drop operations with constant results; return all others, and constants by tensor number."""
     written = {
         memory_of(recording.tensors[ref.number])
         for op in operations
@@ -180,7 +183,7 @@ def _fold(
 def _compile(
     operations: list[Operation], plan: BufferPlan, result: Ref, seconds: list[float] | None = None
 ) -> Callable[[], Tensor]:
-    """Compile the operations to a function; with `seconds`, one that adds up their times."""
+    """Compile operations to a function; with `seconds`, it adds each operation's time to them."""
     namespace: dict[str, object] = {f"v{n}": tensor for n, tensor in plan.tensors.items()}
     namespace |= {"now": time.perf_counter, "seconds": seconds}
     last_use = {ref.number: i for i, op in enumerate(operations) for ref in op.inputs}
@@ -212,7 +215,10 @@ def _compile(
 
 
 def _parts(operations: list[Operation], plan: BufferPlan, *, are_apart: bool) -> list[list[int]]:
-    """Split the operations into programs and single ones, as indices."""
+    """Split operations into calls, as lists of indices: programs, and single operations.
+
+    With `are_apart`, each native operation is a program of its own.
+    """
     parts: list[list[int]] = []
     for index, operation in enumerate(operations):
         if index in plan.views:

@@ -1,8 +1,9 @@
-"""Records what one decode step does, operation by operation, below the model's Python code.
+"""Records the torch operations of one decode step, below the model's Python code.
 
 A decode step of a fixed number of tokens repeats the same operations on tensors of the same shapes,
-if its attention reads lengths from the KV cache and not from shapes. So it is recorded once.
-Operations with a state of their own (experts, attention) are recorded as one: `opaque`.
+if its attention reads lengths from the KV cache and not from shapes. So it is recorded only once.
+A call with a state of its own (experts, attention) is recorded as one operation: see
+`kernels.opaque_calls`.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ _DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "unique", "masked_select", 
 
 
 class NotRecordableError(Exception):
-    """The step does something that could differ in another step."""
+    """The step cannot be recorded, for example because its operations depend on tensors' values."""
 
 
 class Ref(NamedTuple):
@@ -38,7 +39,7 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: list[Ref | None]
-    """One per returned tensor; several if the function returns a sequence."""
+    """The result, or each element of a returned sequence; None: it is not a tensor."""
     name: str
     """The ATen name without namespace and overload; for opaque calls, their kind."""
     inputs: list[Ref]
@@ -54,15 +55,15 @@ class Recording:
     operations: list[Operation] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     produced: set[int] = field(default_factory=set)
-    """Numbers of tensors that operations returned; the others existed before the recording."""
+    """The numbers of tensors that operations returned; all others existed before the recording."""
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Return a recorded tensor's number."""
+        """Return the `Ref` of a recorded tensor."""
         return next(Ref(i) for i, seen in enumerate(self.tensors) if seen is tensor)
 
 
 class Recorder(Meeting, TorchDispatchMode):
-    """Records the operations inside its context; the result is in `recording`."""
+    """Records the torch operations inside its context, in `recording`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,7 +91,7 @@ class Recorder(Meeting, TorchDispatchMode):
         return results
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
-        """Run a function without recording its inside, as one operation."""
+        """Run a function and record it as one operation, without the operations inside it."""
         results = super().call(kind, function, args)
         has_effects = kind not in WITHOUT_EFFECTS
         self._note(function, kind, args, {}, results, has_effects=has_effects)

@@ -1,12 +1,12 @@
-"""A decode step that replays itself: recorded, compared with the model's own, then trusted.
+"""A decode step that is recorded, compared with the model's own code, then replayed.
 
 The recording is a recorded graph on the CPU (`recorded_graph.record_step`) or captured CUDA graphs
-on a GPU (`tandem.decode.cuda.graphs`). This module decides for both when it is trusted.
+on a GPU (`tandem.decode.cuda.graphs`). This module decides for both when a recording is trusted.
 
-A step that cannot be recorded, or whose recording keeps giving other logits, only costs time: the
-model's own code runs, and `why_not` has the reason. From the first step on the answer is the
-recording's, whose last digits differ from the model's. Otherwise a request that joins a batch of a
-new size would get another answer than alone.
+If a step cannot be recorded, or its recording keeps giving other logits, the model's own code runs,
+which only costs time; `why_not` then has the reason. Even steps that are still compared return the
+recording's result, whose last digits differ from the model's. Otherwise a request that joins a
+batch of a new size would get another answer than alone.
 """
 
 import warnings
@@ -71,15 +71,15 @@ class ReplayedStep:
         is_like_trusted: bool = False,
         why_not: str | None = None,
     ) -> None:
-        """Take the model's own `step`, and `record`, which runs it and also returns its recording.
+        """Use the model's own `step`; `record` runs the step and also returns its recording.
 
-        A step may run twice: its writes to a KV cache are the same both times, the listeners of
-        `executor` get it once, and `announce` is called before the second run; `save` stores other
-        changes and returns a function that restores them. Recorded results may deviate by
-        `tolerance`, relative to their norm. `is_like_trusted` says that the same step of another
-        size is already replayed. `make_room` frees memory, if it can, for a recording that had too
-        little. With `warns` a failing recording is a `TandemWarning`; with `why_not` there is no
-        recording.
+        A step may run twice. Both runs must write the same to a KV cache; the listeners of
+        `executor` hear only the first run; `announce` is called before the second run. `save` must
+        save all other state that a step changes, and return a function that restores the state.
+        Recorded results may deviate by `tolerance`, relative to their norm. `is_like_trusted` tells
+        whether the same step of another size is already replayed. `make_room` is called when memory
+        is too short for a recording; it returns whether it has freed any. With `warns` a failing
+        recording gives a `TandemWarning`; with `why_not` nothing is recorded.
         """
         assert tolerance is not None or why_not is not None
         self._step, self._record, self._tolerance = step, record, tolerance
@@ -93,21 +93,21 @@ class ReplayedStep:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether steps come from the recording alone."""
+        """Whether steps run only the recording, without the model's own code."""
         return self._recording is not None and self._num_equal >= self._least_equal
 
     @property
     def has_settled(self) -> bool:
-        """Whether the way of steps is final: replayed, or never."""
+        """Whether it is settled how steps run: always replayed, or always by the model's code."""
         return self.is_replaying or self.why_not is not None
 
     @property
     def recording(self) -> StepRecording | None:
-        """The recording, once steps come from it; else None."""
+        """The recording, if steps run only the recording; else None."""
         return self._recording if self.is_replaying else None
 
     def trust_sooner(self) -> None:
-        """Require one equal result before trusting, because another process has compared more."""
+        """Trust the recording after one equal step, because another process has compared more."""
         self._num_equal = _EQUAL_STEPS - 1
 
     @torch.inference_mode()
@@ -135,7 +135,10 @@ class ReplayedStep:
     def _compared(
         self, expected: Tensor, recording: StepRecording, go_back: Callable[[], None]
     ) -> Tensor:
-        """Return the recording's result for a step that the model has run, if they are equal."""
+        """Run the recording for a step that the model's code has run, and compare the results.
+
+        Returns the recording's result if enough of it is equal, else `expected`, the model's.
+        """
         assert self._tolerance is not None
         go_on = self._save()
         go_back()
@@ -164,7 +167,7 @@ class ReplayedStep:
         return expected
 
     def _give_up(self, error: Exception) -> None:
-        """Drop the recording: for good, unless memory was short and is available now."""
+        """Drop the recording: for good, unless memory was too short and has now been freed."""
         self._recording = None
         if isinstance(error, torch.OutOfMemoryError) and self._make_room():
             return
@@ -178,7 +181,10 @@ class ReplayedStep:
 
 
 def _share_equal(result: Tensor, expected: Tensor, tolerance: float) -> float:
-    """Return 1 if two results (n_tokens, any) are close, otherwise the share of close rows."""
+    """Return 1 if two results (n_tokens, any) are close as a whole, else the share of close rows.
+
+    That share counts as less than 1 even if each row is close.
+    """
     rows = (result - expected).norm(dim=-1), expected.norm(dim=-1)
     if bool(rows[0].norm() <= tolerance * rows[1].norm()):
         return 1.0

@@ -1,7 +1,7 @@
-"""A layer's experts straight from the router's choice, as one operation of a recorded step.
+"""Computes a layer's experts from the router's choice, as one native operation of a recorded step.
 
-For layers without plans (every expert on the CPU) whose format and activation the kernels support;
-the executor computes the others.
+This applies to layers without plans (every expert on the CPU) whose format and activation the
+kernels support; the executor computes all other layers.
 """
 
 from types import MethodType
@@ -27,9 +27,10 @@ def routed_call(
     index: Tensor,
     weights: Tensor,
 ) -> NativeCall | None:
-    """Return the call (hidden, index, weights) for tensors like these; None if there is none.
+    """Return the native call of a layer's experts, with the inputs (hidden, index, weights).
 
-    `execute` is the executor's method that did it when the step was recorded.
+    Returns None if the kernels do not support the layer. `execute` is the executor's method that
+    the recording has called; the tensors are those of the recorded step.
     """
     if not isinstance(execute, MethodType):
         return None

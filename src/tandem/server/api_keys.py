@@ -1,7 +1,7 @@
 """The API keys of a server, and the owner of each request.
 
-A key is compared in constant time and with all keys, so that timing reveals neither how much of it
-is right nor which one it is.
+A given key is compared in constant time and with all valid keys, so that timing reveals neither how
+much of the given key is right nor which valid key it equals.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ _OWNER_BYTES = 16
 
 
 class ApiKeys:
-    """The keys that admit requests; without keys all are admitted."""
+    """The keys that admit requests; without keys, all requests are admitted."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        """Take the keys."""
+        """Store the keys and their owners."""
         self._keys = [(key.encode(), _owner(key)) for key in keys]
 
     def owner(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """Return the owner of a request by its key; None: it has no valid key."""
+        """Return the owner of a request's key; None: the request has no valid key."""
         if not self._keys:
             return b""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
@@ -64,5 +64,5 @@ def read_keys(
 
 
 def _owner(key: str) -> bytes:
-    """Return the name under which a key's data is kept."""
+    """Return the identifier under which a key's data are kept: a hash of the key."""
     return hashlib.blake2b(key.encode(), digest_size=_OWNER_BYTES, person=b"tandem owner").digest()

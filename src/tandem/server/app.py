@@ -1,4 +1,4 @@
-"""The HTTP side: routes and errors. Knows neither tensors nor how tokens are made."""
+"""The HTTP side: routes and errors. Independent of tensors and of how tokens are generated."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -70,7 +70,7 @@ def create_app(
     allowed_hosts: list[str] | None,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """Return the application. `allowed_hosts` are the host names it answers to; None: any."""
+    """Return the application. `allowed_hosts` are its accepted host names; None: any."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(
         Gate, api_keys=api_keys, allowed_hosts=allowed_hosts, max_body_bytes=server.max_body_bytes

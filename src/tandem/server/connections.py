@@ -1,4 +1,4 @@
-"""Limits for one connection, and for their number."""
+"""Limits for one connection, and for the number of connections."""
 
 import os
 import resource
@@ -12,7 +12,7 @@ _OWN_DESCRIPTORS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Limits for one connection, and for their number."""
+    """Limits for one connection, and for the number of connections."""
 
     connections: int = _MOST_CONNECTIONS
     head_bytes: int = 64 << 10
@@ -21,12 +21,13 @@ class ConnectionLimits:
     pipelined: int = 16
     """Requests that a client may send before an earlier one is answered."""
     head_seconds: float = 20.0
-    """From the start of a connection, or its last answer, until the end of a request's head."""
+    """Seconds from a connection's start, or its last answer, to the end of a request's head."""
     body_seconds: float = 20.0
     body_bytes_per_second: float = 500.0
-    """Extends `body_seconds`; both are the defaults of Apache's mod_reqtimeout."""
+    """Received bytes extend `body_seconds` at this rate; both defaults are from Apache's
+    mod_reqtimeout."""
     refused_seconds: float = 5.0
-    """Time to read the rest of a body that was answered early."""
+    """Seconds to receive the rest of a body that was answered before its end."""
     unread_seconds: float = 60.0
     """The longest time that a client may leave an answer unread."""
 
@@ -41,8 +42,9 @@ def most_connections() -> int:
 
 
 def accepted_at_once(connections: int) -> int:
-    """Return how many connections to accept at a time, of at most `connections`.
+    """Return how many connections to accept at a time, if at most `connections` are allowed.
 
-    The event loop accepts four times before a connection is closed for a new one, hence a fifth.
+    The event loop accepts this number four times before a connection is closed for a new one. The
+    fifth of the descriptors that `most_connections` leaves free must be enough for these.
     """
     return max(1, connections // 16)

@@ -1,4 +1,4 @@
-"""Turns each endpoint's bodies into requests and a reply, or answers them at once."""
+"""Turns each endpoint's bodies into requests and a reply, or answers them without the model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ Endpoints = Mapping[str, Api[Any] | Question[Any]]
 
 
 def endpoints(requests: GenerationRequests, tokenizer: Tokenizer, model: str) -> Endpoints:
-    """Return the endpoints by their names in the metrics; answers carry the model's name."""
+    """Return the endpoints by their names in the metrics; `model` is the name in answers."""
     return {
         "chat": Api(
             ChatRequest,

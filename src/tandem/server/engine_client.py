@@ -1,7 +1,7 @@
 """The engine process as seen by the HTTP side: a bounded queue, answers as streams, restarts.
 
-Requests wait here, in order, and go to the engine process when a sequence slot is free. So a
-process that dies loses only what was running.
+Requests wait here, in order, and are sent to the engine process when a sequence slot is free. So
+when the process dies, only the running requests are lost.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ _LOST = "the model cannot be loaded; the server's log says why; fix that and res
 
 
 class TokenOutputs:
-    """The token outputs of requests that were submitted together, in the order of arrival."""
+    """The token outputs of requests that were submitted together, in the outputs' arrival order."""
 
     def __init__(self, numbers: range) -> None:
         """Wait for outputs of the requests with these numbers."""
@@ -94,9 +94,9 @@ class EngineClient:
         max_waiting: int,
         most_silent_seconds: float = math.inf,
     ) -> None:
-        """Prepare to start the process; `start` starts it.
+        """Prepare the client; `start` starts the process.
 
-        A process that is silent for `most_silent_seconds` while requests run is killed.
+        A process that sends nothing for `most_silent_seconds` while requests run is killed.
         """
         self.on_begin: Callable[[float], None] = lambda seconds: None
         """Called with a request's waiting time, in seconds, when a sequence slot becomes free for
@@ -179,10 +179,10 @@ class EngineClient:
             )
 
     def submit(self, *requests: Request, images: bytes | None = None) -> TokenOutputs:
-        """Submit requests, all or none; they get their numbers here, and `cancel` ends them early.
+        """Submit requests, all or none, and number them; `cancel` ends them early.
 
-        `images` are those of each prompt, pickled. Raises `ApiError` if the queue is full or the
-        server is stopping.
+        `images` are the prompt's images, pickled, the same for each request. Raises `ApiError` if
+        the queue is full or the server is stopping.
         """
         self.require_room(len(requests))
         first = self._next_number
@@ -196,12 +196,12 @@ class EngineClient:
         return token_outputs
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Drop those of the requests that have not ended, which frees their slots."""
+        """Drop the requests that have not ended, which frees their slots."""
         self._drop(numbers)
         self._send_waiting()
 
     def _drop(self, numbers: Sequence[int]) -> list[_Pending]:
-        """Remove requests, in one pass; return those that had not ended."""
+        """Remove requests, in one pass; return the requests that had not ended."""
         dropped = [self._pending.pop(number) for number in numbers if number in self._pending]
         self._waiting.drop(numbers)
         for pending in dropped:
@@ -222,7 +222,7 @@ class EngineClient:
             self._tell_watching()
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more requests; let running ones end within `seconds`, then fail the rest."""
+        """Accept no more requests; give accepted requests `seconds` to end, then fail the rest."""
         self._is_draining = True
         end = time.monotonic() + seconds
         while self._pending and time.monotonic() < end:
@@ -360,7 +360,7 @@ class EngineClient:
         self._send_waiting()
 
     def _retry_after(self) -> int:
-        """Return the seconds in which half of the waiting requests should have started."""
+        """Return in how many seconds half of the waiting requests should have started."""
         rounds = max(1.0, len(self._waiting) / 2 / self._num_slots)
         return max(1, min(120, math.ceil(rounds * self._mean_seconds)))
 

@@ -1,4 +1,4 @@
-"""A streamed response, as events or as lines, which ends when its client leaves."""
+"""A streamed response, as server-sent events or as JSON lines; it ends when its client leaves."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ LINES = StreamForm(json_line, media_type="application/x-ndjson", life_sign=b" ")
 
 
 class EventStream(Response):
-    """Sends what an iterator yields; an error becomes the stream's last event."""
+    """Sends the bytes that an iterator yields; an error becomes the stream's last event."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class EventStream(Response):
         self._latest = time.monotonic()  # time of the last send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the events or the client's patience end."""
+        """Send until the events end or the client leaves."""
         sending = asyncio.ensure_future(self._send_all(scope, send))
         leaving = asyncio.ensure_future(left(receive))
         try:
@@ -89,7 +89,7 @@ class EventStream(Response):
                 await sending
 
     async def _show_life(self, send: Send) -> None:
-        """Send a comment that clients skip whenever nothing was sent for some seconds."""
+        """Send a sign of life, which clients ignore, after each few seconds without other data."""
         while True:
             silent = time.monotonic() - self._latest
             if silent >= _SILENT_SECONDS:

@@ -1,9 +1,9 @@
-"""Checks every request first: host, origin, key, content type and size of its body.
+"""Checks every request before the application: host, key, content type and size of its body.
 
-A page of another site must not reach a server on the same machine. Its script cannot send JSON
-without a CORS request, which is refused, and a host name that it points here is not ours. A body
-that a page sends under another type carries the page's origin, and is refused; a program's body
-without a type is read.
+A page of another site must not reach a server on the same machine. A script of such a page cannot
+send JSON without a CORS request, which is refused, and a host name that the site points at this
+machine is not one of the server's names. A body that a page sends under another content type comes
+with headers that name the page, and is refused; a program's body without a type is accepted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +40,8 @@ def is_own_name(headers: Mapping[bytes, bytes], names: Collection[str] | None) -
 class SignOfLife:
     """Answers plain `GET /health`, so that health checks work however busy the server is.
 
-    The application answers pages of other sites (`Origin`), as it knows what CORS allows.
+    Requests with an `Origin` (from pages of other sites) are left to the application, which knows
+    what CORS allows.
     """
 
     def __init__(self, allowed_hosts: Collection[str] | None) -> None:
@@ -58,7 +59,7 @@ class SignOfLife:
 
 
 class Gate:
-    """Passes valid requests on, and answers the others with an error in their API's form."""
+    """Passes valid requests on, and answers invalid requests with an error in their API's form."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Gate:
         allowed_hosts: list[str] | None,
         max_body_bytes: int,
     ) -> None:
-        """Guard `app`; without keys, or with None, the check is off."""
+        """Guard `app`; without keys, keys are not checked, and without hosts, hosts are not."""
         self._app = app
         self._keys = ApiKeys(api_keys)
         self._hosts = None if allowed_hosts is None else set(allowed_hosts)

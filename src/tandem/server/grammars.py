@@ -1,14 +1,15 @@
 """Builds grammars for the HTTP side, first in a process that may be killed.
 
-The cost of a grammar is seldom known in advance: a schema of 40 bytes may take minutes. So nothing
-is built in this process, and the engine process builds only what has passed.
+The cost of a grammar is seldom known in advance: a schema of 40 bytes may take minutes. So no
+grammar is built in this process, and the engine process builds only grammars that have passed.
 
 The limit is processor time, so that a busy machine passes the same grammars as an idle one. There
-are two queues. In the first a grammar gets a moment, enough for nearly all; one that needs more
-waits in the second. So grammars made to be slow delay each other, and others only by moments. Both
-queues are bounded, and what has passed is not built again.
+are two queues. In the first, a grammar gets a short time, which is enough for nearly all grammars;
+a grammar that needs more waits in the second. So grammars made to be slow delay each other for
+long, but other grammars only briefly. Both queues are bounded, and a grammar that has passed is not
+built again.
 
-A request is submitted after `build` has returned its grammar.
+A request must be submitted only after `build` has returned its grammar.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ _TOO_LONG = (
 
 @dataclass(slots=True)
 class _Lane:
-    """A queue of grammars with a limit of processor time each."""
+    """A queue of grammars, with a limit of processor time for each grammar."""
 
     seconds: float
     _place: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -48,7 +49,7 @@ class _Lane:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait in the queue; `ApiError` if it is full."""
+        """Wait for this grammar's turn; `ApiError` if the queue is full."""
         if self._num_waiting >= _MOST_WAITING:
             raise busy("too many grammars are waiting to be built; ask again later", _RETRY_SECONDS)
         self._num_waiting += 1
@@ -64,7 +65,7 @@ class _Lane:
 
 @dataclass(slots=True, eq=False)
 class _UnderWay:
-    """A grammar that is being built for all its requests."""
+    """A grammar that is being built, once for all requests that need it."""
 
     task: "asyncio.Task[str | None]"
     num_requests: int = 0
@@ -83,9 +84,9 @@ class Grammars:
         self._passed: OrderedDict[bytes, str | None] = OrderedDict()
 
     async def build(self, writer: Writer) -> str | None:
-        """Return the grammar that a job writes; raises `ConfigError` or `ApiError`.
+        """Return the grammar that `writer` writes; raises `ConfigError` or `ApiError`.
 
-        Cancelling the call ends the work, unless another request has the same grammar.
+        Cancelling the call ends the work, unless another request waits for the same grammar.
         """
         key = writer.key
         if key in self._passed:

@@ -1,7 +1,8 @@
 """A helper process as seen by the HTTP side: started in the background, and restarted if it ends.
 
-`tandem.engine.helper` has the helper's own side. A job is a socket: closing it says that its client
-has gone, and an end without a complete answer says that the helper, or its fork, has ended.
+`tandem.engine.helper` has the helper's own side. Each job has its own socket. This side closes the
+socket when the client has left. A socket that ends without a complete answer means that the helper,
+or its fork, has ended.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ class HelperProcess:
     def __init__(self, main: Callable[[], None], first: Callable[[], bytes], *, gone: str) -> None:
         """Prepare; nothing is started yet.
 
-        `main` is what it runs. `first` is called in a thread and returns the first message, framed.
-        `gone` is the error for clients if it cannot be started.
+        `main` is the function that the process runs. `first` is called in a thread and returns the
+        first message, framed. `gone` is the error for clients if the process cannot be started.
         """
         self._main, self._first, self._gone = main, first, gone
         self._starting: asyncio.Task[socket.socket] | None = None
@@ -50,11 +51,11 @@ class HelperProcess:
         self._end()
 
     async def ask(self, job: bytes, *, kind: bytes = b"j", seconds: float | None = None) -> Any:
-        """Return the answer to a framed job; None if its fork ended without one, perhaps at a
-        limit.
+        """Return the answer to a framed job; None if the helper or the job's fork ended without it.
 
-        If the job takes more than `seconds`, the helper itself is ended. Cancelling the call closes
-        the job's socket. Raises `ApiError` if there is no helper.
+        A fork is ended at its limits. If the job takes more than `seconds`, the helper itself is
+        killed. Cancelling the call closes the job's socket. Raises `ApiError` if the helper cannot
+        be reached.
         """
         # The helper may have been killed; jobs that have not begun can be repeated.
         for _ in range(2):

@@ -1,17 +1,18 @@
 """HTTP/1.1 as uvicorn speaks it, with limits on everything before a request is complete.
 
-uvicorn only limits the pause between two requests, and no header sizes with httptools.
+uvicorn itself limits only the pause between two requests; with httptools it limits no header sizes.
 
 A client costs a file descriptor and some memory before it has shown a key. So the number of
-connections is limited below the process's file descriptors. At the limit, the oldest connection
-without a key is closed for a new one; if there is none, the one that has waited longest between two
-requests. A request with a key that is being answered is never closed for another connection.
+connections is limited to fewer than the process's file descriptors. At the limit, a new connection
+closes the oldest connection without a key; if every connection has shown a key, it closes the
+connection that has waited longest between two requests. A connection whose request with a key is
+being answered is never closed for another connection.
 
-Everything open-ended has a time limit: a head, a body, the pause between requests, an answer that
+Every wait for a client has a time limit: a head, a body, the pause between requests, an answer that
 is not read. A body's limit grows with its length, so that slow honest clients are served.
 
-One `BoundedHttp` is one connection. The parser may be in a head, in a body or between two requests;
-the application may be answering one request while others on the connection wait.
+One `BoundedHttp` is one connection. The parser may be in a head, in a body or between two requests.
+Meanwhile the application may be answering one request, while others on the connection wait.
 """
 
 import asyncio
@@ -56,7 +57,8 @@ class Connections:
     ) -> None:
         """Start without connections. `clock` returns seconds.
 
-        `answer_at_once` returns the JSON for requests of a scope that the application need not see.
+        `answer_at_once` returns the JSON answer to a request that the application need not see, by
+        its scope; otherwise None.
         """
         self.limits, self.clock, self.answer_at_once = limits, clock, answer_at_once
         self._all: set[BoundedHttp] = set()
@@ -68,7 +70,7 @@ class Connections:
         return len(self._all)
 
     def add(self, connection: "BoundedHttp") -> None:
-        """Add a new connection; at the limit another one, or this one, is closed."""
+        """Add a new connection; at the limit, close another connection or the new one."""
         self._all.add(connection)
         self._strangers[connection] = None
         if len(self._all) > self.limits.connections:
@@ -85,12 +87,12 @@ class Connections:
         self._waiting.pop(connection, None)
 
     def admit(self, connection: "BoundedHttp") -> None:
-        """Record that a connection has shown a key, if one is needed."""
+        """Record that a connection has shown a valid key, or needs none."""
         if connection in self._all:
             self._strangers.pop(connection, None)
 
     def note_waiting(self, connection: "BoundedHttp", *, is_waiting: bool) -> None:
-        """Record whether a connection waits for its client, or its request is being answered."""
+        """Record whether a connection waits for its client; otherwise the server is answering."""
         self._waiting.pop(connection, None)
         if is_waiting and connection in self._all and connection not in self._strangers:
             self._waiting[connection] = None
@@ -109,7 +111,7 @@ class Connections:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection, closed when it exceeds a limit of size or time."""
+    """One connection; it is closed when it exceeds a limit of size or time."""
 
     def __init__(self, connections: Connections, **uvicorns: Any) -> None:
         """Register with `connections`; uvicorn supplies the other arguments."""
@@ -127,7 +129,7 @@ class BoundedHttp(HttpToolsProtocol):
     # ---- the connection --------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        """Add the connection, if there is room."""
+        """Add the connection; at the limit, this closes a connection."""
         super().connection_made(transport)
         self._allow(self._limits.head_seconds)
         self._connections.add(self)
@@ -164,12 +166,12 @@ class BoundedHttp(HttpToolsProtocol):
         return unsent > 0 and now - self._unsent_since >= self._limits.unread_seconds
 
     def _allow(self, seconds: float) -> None:
-        """Set the time limit of what begins now."""
+        """Set the time limit of the phase that begins now."""
         self._since = self._connections.clock()
         self._late = self._since + seconds
 
     def _end(self, error: ApiError) -> None:
-        """Send an error and close, or only close if an answer is being sent."""
+        """Send an error and close the connection; only close it if an answer is being sent."""
         if self._num_open and (self.cycle is None or self.cycle.response_started or self.pipeline):
             self.abort()
             return
@@ -258,9 +260,10 @@ class BoundedHttp(HttpToolsProtocol):
             self._send_at_once(self._at_once)
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """Start the application, unless the answer is known, which saves a turn of the event loop.
+        """Start the application, unless `answer_at_once` answers, which saves an event-loop turn.
 
-        Only one request of each read is started: the others of a client that sends many wait.
+        At most one request of each read is answered so. The others go through the event loop, so
+        that a client that sends many requests together does not delay other clients.
         """
         if self._ends_head_of_first and not self.flow.write_paused:
             self._at_once = self._connections.answer_at_once(cycle.scope)
@@ -280,7 +283,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self.cycle.send(message).send(None)
 
     def _refuse(self, error: ApiError) -> None:
-        """End the parser's work; it calls `send_400_response`."""
+        """Stop the parser by an exception, after which uvicorn calls `send_400_response`."""
         self._problem = error
         raise httptools.HttpParserError(str(error))
 
@@ -295,7 +298,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._connections.note_waiting(self, is_waiting=self._parsing is not _Parsing.PAUSE)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the rest of this one for a limited time."""
+        """Set the time limit for the next request, or for the rest of this request's body."""
         self._num_open -= 1
         super().on_response_complete()
         if self._num_open == 0:

@@ -1,4 +1,4 @@
-"""Limits of one API key's requests, and the log of their use."""
+"""Limits on the requests of each API key, and the log of their use."""
 
 import asyncio
 import json
@@ -38,8 +38,9 @@ class _Key:
 class KeyLimits:
     """Delays a key's answers until its limits allow them; a limit of None allows all.
 
-    Tokens are a bucket: a key begins with a minute's tokens and regains them at that rate. It pays
-    for prompts and answers when a request ends, so the last one may exceed what is left.
+    Tokens are a bucket: a key begins with the tokens of one minute and regains them at that rate.
+    It pays for prompts and answers when a request ends, so the last request may exceed the
+    remaining tokens.
     """
 
     def __init__(self, options: ServerOptions, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,10 +54,10 @@ class KeyLimits:
         self._keys: dict[bytes, _Key] = {}
 
     async def enter(self, owner: bytes, number: int) -> None:
-        """Return when this many answers may begin; `leave` must follow.
+        """Return when this many answers may begin; the caller must call `leave` afterwards.
 
-        Raises `ApiError`: 400 for more than may ever run; 429 for too many waiting ones, or if the
-        minute's tokens are used up.
+        Raises `ApiError`: 400 for more answers than may ever run together; 429 if too many answers
+        wait, or if the key's tokens are used up.
         """
         key = self._key(owner)
         self._require_tokens(key)
@@ -77,14 +78,14 @@ class KeyLimits:
             raise
 
     def leave(self, owner: bytes, number: int, num_tokens: int) -> None:
-        """Count answers as ended, with the tokens that they took, prompts included."""
+        """Count answers as ended, and take their tokens, prompts included, from the bucket."""
         key = self._key(owner)
         key.running -= number
         key.tokens -= num_tokens
         self._let_in(key)
 
     def _key(self, owner: bytes) -> _Key:
-        """Return a key's state with the tokens that it has regained."""
+        """Return a key's state, including the tokens that it has regained since the last update."""
         most, now = float(self._tokens_a_minute or 0), self._clock()
         key = self._keys.setdefault(owner, _Key(most, now))
         key.tokens = min(most, key.tokens + (now - key.counted) * most / 60)

@@ -1,7 +1,7 @@
 """Writes the server's log in a thread, so that a slow or missing reader blocks no client.
 
-A pipe holds 64 KB; then a write waits for its reader. So lines wait in a bounded queue; lines that
-do not fit are counted and dropped.
+A pipe holds 64 KB; a write to a full pipe waits for its reader. So lines wait in a bounded queue,
+and lines that do not fit are counted and dropped.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Lines = queue.Queue[logging.LogRecord | None]
 
 
 class _Queue(logging.handlers.QueueHandler):
-    """Passes lines to a thread without ever waiting."""
+    """Passes log lines to a thread, and never waits."""
 
     def __init__(self, most_lines: int) -> None:
         """Keep at most this many unwritten lines."""

@@ -17,7 +17,7 @@ class Metrics:
     """Counters of the HTTP side, and the state of the engine process."""
 
     def __init__(self, engine: EngineClient) -> None:
-        """Read the engine's state on each request for metrics."""
+        """Create the counters; the engine's state is read on each request for metrics."""
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "tandem_requests", "requests that have ended", ["endpoint", "status"],
@@ -50,7 +50,7 @@ class Metrics:
 
 
 class _EngineCollector:
-    """Reports the engine process's counters when Prometheus asks."""
+    """Reports the engine process's counters when Prometheus reads the metrics."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine

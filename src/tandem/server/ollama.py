@@ -1,4 +1,4 @@
-"""Ollama's routes without a body for the model: lists of models, and unsupported operations."""
+"""Ollama's routes that do not use the model: lists of models, and unsupported operations."""
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
@@ -20,7 +20,7 @@ _REFUSED = {
 
 
 def add_ollama(app: FastAPI, server: Server) -> None:
-    """Add the routes; those with a body for the model are among the application's endpoints."""
+    """Add the routes that do not use the model; `tandem.server.app` adds the others."""
 
     @app.get("/api/tags")
     async def tags() -> Response:

@@ -32,7 +32,7 @@ def described_body(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def described_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the description of the named errors, or of all that an answer may have."""
+    """Return the description of the errors with these statuses; without statuses, of all errors."""
     return {
         status: {"description": _ERRORS[status], "content": _ANY_JSON}
         for status in statuses or _ERRORS

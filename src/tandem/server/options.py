@@ -153,7 +153,7 @@ class ServerOptions:
 
     @property
     def key_flags(self) -> tuple[str, ...]:
-        """The flags given that tell clients apart by their API keys."""
+        """The flags in use that distinguish clients by their API keys."""
         given = {
             "--isolate-keys": self.isolate_keys,
             "--key-running": self.key_running,
@@ -172,7 +172,7 @@ class ServerOptions:
         return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
 
     def names(self, model: str) -> tuple[str, ...]:
-        """Return the names of a model: `model`, unless the options give others."""
+        """Return the model's names for clients: `model`, unless the options give other names."""
         return self._names or (model,)
 
     @property

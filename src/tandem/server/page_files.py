@@ -1,4 +1,4 @@
-"""The page at `/`: static files without a build step, which load nothing from elsewhere."""
+"""The page at `/`: static files without a build step, which load nothing from other sites."""
 
 from collections.abc import Awaitable, Callable
 from importlib import resources
@@ -25,7 +25,7 @@ _HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Add the page's routes, which are not part of the API's description."""
+    """Add the page's routes; the API's description omits them."""
     for path, (file, kind) in PAGE_FILES.items():
         app.add_api_route(path, _page(file, kind), include_in_schema=False)
 

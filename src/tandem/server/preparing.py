@@ -1,7 +1,7 @@
 """Turns a body into requests, in the prompt process, for the HTTP side.
 
-Checks the body, writes and tokenizes its prompt, and begins the reply. Errors, and what may be
-logged of them, are part of the result.
+Checks the body, writes and tokenizes its prompt, and creates the reply. The result includes errors,
+and the part of each error that may be logged.
 """
 
 import contextlib
@@ -53,12 +53,12 @@ class Job(NamedTuple):
     room: int
     """The number of further requests that the engine accepts."""
     earlier: bytes | None = None
-    """The conversation to continue, as JSON; None: not looked up yet."""
+    """The stored conversation to continue, as JSON; None: not looked up yet."""
     limits: Limits = LIMITS
 
 
 class Wanted(NamedTuple):
-    """The body needs more than came with its job."""
+    """The result of a job whose body needs data or room that the job did not have."""
 
     num_answers: int
     earlier_id: str | None
@@ -85,22 +85,22 @@ class Answered:
     """The result of a job."""
 
     found: Prepared | bytes | Wanted | None = None
-    """The prepared requests, or the whole answer as JSON bytes, or what the job still needs."""
+    """The prepared requests, or the whole answer as JSON bytes, or the data that the job lacks."""
     error: ApiError | None = None
     """The error to send to the client."""
     other_model: str | None = None
-    """The model name in the request, if it is not one of the model's names."""
+    """The model name in the request, if the served model does not have it."""
     ignored: Collection[str] = ()
     """Names of fields that were ignored."""
     problem: str | None = None
-    """A problem for the operator to fix, for the log."""
+    """The traceback of an unexpected error, for the log."""
 
 
 class Preparer:
     """Prepares bodies for one model."""
 
     def __init__(self, setup: Setup) -> None:
-        """Prepare bodies with a tokenizer of its own."""
+        """Build everything that bodies need, so that no fork has to build it again."""
         self._options, self._names = setup.options, setup.names
         requests = GenerationRequests(
             setup.tokenizer, context=setup.options.context,

@@ -1,9 +1,10 @@
 """The prompt process: checks bodies, writes prompts and tokenizes them, for the HTTP side.
 
-A helper (`tandem.engine.helper`): it first receives a pickled `Setup`, then jobs, each a `Job`.
-Short ones run one after the other, long ones in a fork each. So a long one blocks no other, is
-killed if it takes too much or its client leaves, and leaves no memory behind. Torch is loaded only
-for models with images, and has threads only in forks, because otherwise forking is unsafe.
+A helper (`tandem.engine.helper`): it first receives a `Pickled` setup, and then any number of
+`Job`s. Short jobs run one after the other; each long job runs in a fork. So a long job blocks no
+other job, is killed if it exceeds its limits or its client leaves, and leaves no memory behind.
+Torch is loaded only for models with images, and has threads only in forks, because forking a
+process with threads is unsafe.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ _NICENESS, _NICER = 2, 3
 
 
 class Pickled(NamedTuple):
-    """A pickled `Setup`, and where its classes are importable from."""
+    """A pickled `Setup`, and the `sys.path` from which its classes can be imported."""
 
     path: list[str]
     setup: bytes

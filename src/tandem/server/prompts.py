@@ -1,7 +1,7 @@
 """Prompts for the HTTP side, from the prompt process, which may be killed.
 
-So this process only moves bytes, and answers at once whatever bodies contain. Short and long bodies
-wait in separate queues.
+The HTTP side itself only moves bytes, so that it stays responsive whatever bodies contain. Short
+and long bodies wait in separate queues.
 """
 
 import asyncio
@@ -27,8 +27,9 @@ class Prompts:
     """Turns bodies into requests in a separate process, which is restarted if it ends."""
 
     def __init__(self, setup: Setup, *, most_seconds: float = _SHORT_SECONDS) -> None:
-        """Start no process yet. A short body that takes more than `most_seconds` ends the
-        process.
+        """Prepare; no process is started yet.
+
+        The process is killed if a short body takes more than `most_seconds`.
         """
         self._most_seconds = most_seconds
         first = functools.cache(lambda: framed(Pickled(sys.path, pickle.dumps(setup))))

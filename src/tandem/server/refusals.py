@@ -1,4 +1,4 @@
-"""Errors for clients, with one log line for each, without the client or its text."""
+"""Errors for clients; each is logged in one line, without the client's address or text."""
 
 import logging
 

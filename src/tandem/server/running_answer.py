@@ -37,11 +37,11 @@ class RunningAnswer:
         seconds: float | None = None,
         ended: Callable[[str, int, float], None] = lambda status, tokens, seconds: None,
     ) -> None:
-        """Submit the requests; raises `ApiError` if the queue is full. `endpoint` is for the
-        metrics.
+        """Submit the requests; raises `ApiError` if the queue is full.
 
-        They are cancelled after `seconds`, or earlier if the options say so. `ended` is called
-        once, with the status, the generated tokens and the seconds.
+        `endpoint` is the name for metrics and log. The requests fail after `seconds`, or earlier if
+        the options have a shorter limit. `ended` is called once, with the status, the number of
+        generated tokens and the seconds.
         """
         self._ended = ended
         self._metrics, self._options = metrics, options
@@ -61,7 +61,7 @@ class RunningAnswer:
             _log.info("prompt: %r", text)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, TokenOutput]]:
-        """Yield (request's index, token output) until all ended; raises `ApiError` if one fails."""
+        """Yield (request's index, token output) until all end; `ApiError` if a request fails."""
         seconds = self._seconds
         timer = asyncio.get_running_loop().call_later(seconds, self._give_up)
         try:
@@ -93,12 +93,12 @@ class RunningAnswer:
         )
 
     def cancel(self) -> None:
-        """Cancel what has not ended, because the client has left or the answer is complete."""
+        """Cancel requests that have not ended: the client has left, or the answer is complete."""
         self._engine.cancel(self._token_outputs.numbers)
         self._end("499")
 
     def _end(self, status: str) -> None:
-        """Count and log, once."""
+        """Count and log the answer; calls after the first do nothing."""
         if self._status is not None:
             return
         self._status = status

@@ -1,6 +1,4 @@
-"""What the routes share: one engine, one model, and the processing of a request from body to
-answer.
-"""
+"""The server behind the routes: one engine, one model, and the steps from a body to its answer."""
 
 import asyncio
 import contextlib
@@ -47,17 +45,17 @@ _MOST_NOTED = 256
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One endpoint: its kind of body, and how bodies become requests or answers."""
+    """One endpoint: its name, the schema of its bodies, and the format of its streams."""
 
     name: str
-    """The endpoint's name in the counts."""
+    """The endpoint's name in the metrics."""
     body: type[BaseModel]
     form: StreamForm | None = None
     """The format of a stream; None: the endpoint never streams."""
 
 
 class Server:
-    """The engine, the generation requests and the counts."""
+    """One served model: its engine, helper processes, metrics, limits and stored responses."""
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class Server:
         model: str,
         images: ImageReader | None = None,
     ) -> None:
-        """Serve `model`, under its own name unless the options give others."""
+        """Serve `model` under its own name, unless the options give other names."""
         self.engine = engine
         self.tokenizer = tokenizer
         self.options = options
@@ -160,7 +158,7 @@ class Server:
             job = self._with_wanted(job, answered.found, self.owner_of(request))
 
     def _with_wanted(self, job: Job, wanted: Wanted, owner: bytes) -> Job:
-        """Return a job with the data that its body requested; `ApiError` if there is none."""
+        """Return the job with the data that its body needs; `ApiError` without data or room."""
         if wanted.num_answers:
             self.engine.require_room(wanted.num_answers)
         kept = self.kept_of(owner)
@@ -182,7 +180,7 @@ class Server:
 
     @contextlib.contextmanager
     def _counted(self, endpoint: str) -> Iterator[None]:
-        """Count errors before an answer begins; a begun answer counts itself."""
+        """Count errors that precede an answer; a `RunningAnswer` counts itself."""
         try:
             yield
         except ApiError as error:
@@ -203,13 +201,14 @@ class Server:
         self._use.close()
 
     def owner_of(self, request: Request) -> bytes:
-        """Return the owner whose kept data a request may find; all share one unless keys are
-        isolated.
+        """Return the owner whose stored data a request may read.
+
+        Unless keys are isolated, all requests have the same owner.
         """
         return key_of(request) if self.options.isolate_keys else b""
 
     def _note(self, endpoint: Endpoint, model: str | None, ignored: Collection[str]) -> None:
-        """Log requests for another model's name, and ignored fields with the nearest ones."""
+        """Log a request for another model's name, and ignored fields with similar known fields."""
         if model is not None and self._is_news(f"model {model}"):
             _log.info("requests for model %s are answered by %r", plain(model, 100), self.model)
         news = [name for name in ignored if self._is_news(f"field {name}")]
@@ -219,7 +218,7 @@ class Server:
             _log.warning("ignored from now on: the fields %s of requests", ", ".join(names))
 
     def _is_news(self, what: str) -> bool:
-        """Tell whether to log a message: once, and within a limit."""
+        """Tell whether to log a message: each is logged once, and their number is limited."""
         is_news = what not in self._noted and len(self._noted) < _MOST_NOTED
         if is_news:
             self._noted.add(what)
@@ -228,9 +227,7 @@ class Server:
     # ---- the rest --------------------------------------------------------------------------------
 
     def models(self) -> dict[str, object]:
-        """Return the list of models in the form of OpenAI and Anthropic: one model under each of
-        its names.
-        """
+        """Return the model list of OpenAI's and Anthropic's APIs: one entry for each name."""
         page = {"has_more": False, "first_id": self.names[0], "last_id": self.names[-1]}
         data = [self.one_model(name) for name in self.names]
         return {"object": "list", "data": data, **page}
@@ -303,7 +300,7 @@ def key_of(request: Request) -> bytes:
 
 
 def _deadline(request: Request) -> float | None:
-    """Return the seconds after which a client no longer needs an answer; None: unknown."""
+    """Return how many seconds from now a client no longer needs an answer; None: unknown."""
     given = request.headers.get(_DEADLINE)
     try:
         seconds = None if given is None else float(given)
@@ -320,7 +317,7 @@ def _with_hint(name: str, known: list[str]) -> str:
 
 
 def trimming_headers(num_turns: int) -> dict[str, str]:
-    """Log how many turns of a conversation were dropped; return the headers that say so."""
+    """Log how many turns of a conversation were dropped; return headers with that number."""
     if not num_turns:
         return {}
     _log.info("a conversation did not fit: %d of its oldest turns were dropped", num_turns)

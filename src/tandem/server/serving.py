@@ -50,7 +50,7 @@ class Source:
 class _Uvicorn(uvicorn.Server):
     """Limits connections, and lets running requests end before connections close.
 
-    Requests that cannot end get the reason.
+    Requests that do not end in time fail with the reason.
     """
 
     def __init__(

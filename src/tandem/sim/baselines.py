@@ -61,8 +61,8 @@ class FirstTokenScore(HybriMoeScore):
 class IndexedCopyOnMiss(CopyOnMiss):
     """Paper 2's N-index cache: only misses of the first N layers are copied.
 
-    With a shared pool these layers have all slots; the victim is the least recently used of all
-    layers, not of one as in its M ways.
+    With a shared pool these layers have all slots, and the victim is the least recently used expert
+    of all layers; in the paper's M ways it is that of one layer.
     """
 
     def __init__(self, geometry: Geometry, *, quota: int = 64, share: float = 0.5) -> None:
@@ -73,7 +73,7 @@ class IndexedCopyOnMiss(CopyOnMiss):
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
     ) -> Sequence[int]:
-        """Return the misses within the remaining quota; none in other layers."""
+        """Return the misses within the remaining quota; none after the first N layers."""
         return super().candidates(layer, misses, slot_of) if layer < self._num_layers else ()
 
 
@@ -96,7 +96,7 @@ class Popularity(Prediction):
             self._counts.add(layer, expert, tokens)
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return the mean load."""
+        """Return a layer's mean load as a forecast; None before its first load."""
         if not self._weight[layer]:
             return None
         first = layer * self._num_experts
@@ -105,7 +105,7 @@ class Popularity(Prediction):
 
 
 class Transitions(Prediction):
-    """Predicts the mean load that followed each expert in use in the layer above."""
+    """Predicts the mean load that followed each expert that is active in the previous layer."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with all experts equally likely."""
@@ -114,11 +114,11 @@ class Transitions(Prediction):
         self._last: LayerLoad | None = None
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Begin a step above the first layer."""
+        """Begin a step: the first layer has no previous layer."""
         self._last = None
 
     def observe(self, load: LayerLoad) -> None:
-        """Move the rows of the layer above towards this load."""
+        """Move the rows of the previous layer's active experts towards this load."""
         if self._last is not None and self._last.layer == load.layer - 1:
             used = np.zeros(self._rows.shape[2])
             used[list(load.experts)] = 1.0
@@ -127,14 +127,17 @@ class Transitions(Prediction):
         self._last = load
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return the mean of the active rows; None except for the layer after the last observed."""
+        """Return the mean of the active experts' rows.
+
+        None unless `layer` follows the last observed layer.
+        """
         if self._last is None or self._last.layer != layer - 1:
             return None
         return Forecast(self._rows[layer, list(self._last.experts)].mean(0).tolist(), 0.0, 1.0)
 
 
 class TokenMemory(Prediction):
-    """Predicts the experts that each of the step's tokens had before; popularity for new tokens.
+    """Predicts the experts that each of the step's tokens used before; popularity for new tokens.
 
     Tokens are known before any layer runs, so all layers are predicted at the start of a step.
     """
@@ -147,7 +150,7 @@ class TokenMemory(Prediction):
         self._tokens: Sequence[int] = ()
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Look up the tokens; a new token starts with the mean of its layers."""
+        """Look up the tokens; a new token starts with the mean of each layer."""
         self._tokens = token_ids
         for token in token_ids:
             row = self._rows.pop(token, None)
@@ -178,10 +181,11 @@ def _approach(row: np.ndarray, experts: Sequence[int], rate: float) -> None:
 
 
 class Hinted(Prediction):
-    """Gate look-ahead: predicts what the hints of one source say.
+    """Gate look-ahead: predicts the experts that the hints of one source name.
 
-    The engine asks the next routers with this layer's hidden state: "gate" as it is (HybriMoE),
-    "residual" after adding DALI's calibrated residual vector (equations 10 and 11).
+    The engine runs the next layer's router on this layer's hidden state: "gate" on the unchanged
+    state (HybriMoE), "residual" after adding DALI's calibrated residual vector (equations 10 and
+    11).
     """
 
     def __init__(self, geometry: Geometry, *, source: str) -> None:
@@ -216,12 +220,12 @@ class Hinted(Prediction):
         return layer in self._forecasts
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return a layer's hint as a forecast; None: there is none."""
+        """Return a layer's hint as a forecast; None without a hint."""
         return self._forecasts.get(layer)
 
 
 class TopK(PrefetchChoice):
-    """DALI's choice: whichever of the k best are absent, even if the link has no time for them."""
+    """DALI's choice: the absent experts of the k best, even if the link has no time for them."""
 
     is_staged = True
 

@@ -10,7 +10,7 @@ from tandem.trace import RoutingTrace
 
 
 class Speed(NamedTuple):
-    """One system under one condition."""
+    """The speed of one system under one condition."""
 
     system: str
     batch: int
@@ -27,7 +27,10 @@ def compare(
     fractions: Sequence[float],
     progress: Callable[[str], None] | None = None,
 ) -> list[Speed]:
-    """Run every system at each batch size (with the conditions' memory) and at each memory size."""
+    """Run every system at each of `batches` (with the conditions' memory) and of `fractions`.
+
+    `fractions` are memory sizes, as in `Conditions.gpu_experts`.
+    """
     cells = [(batch, conditions.gpu_experts) for batch in batches]
     cells += [(conditions.batch, fraction) for fraction in fractions]
     speeds = []

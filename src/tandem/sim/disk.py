@@ -1,11 +1,12 @@
-"""Experts in memory slots over a disk, on a virtual clock: the time of a trace's steps.
+"""Host slots over a disk, on a virtual clock: how long a trace's steps take.
 
-Below a GPU the planner's replay uses them as its `HostTier`. Without a GPU:
+With a GPU, the planner's replay uses `HostTier`. Without a GPU, `replay_over_disk` works as real
+runs do (`csrc/disk`), and the CPU computes all experts:
 
-As in real runs (`csrc/disk`), a layer requests its absent experts at once; those in memory are
-computed meanwhile, the others as they arrive, one after the other at the disk's rate. In a prompt
-the next layer's reads begin while a layer is computed; reads of layers routed by token id begin
-with the step. Experts that the eviction does not admit are read too. The CPU computes all experts.
+A layer requests its absent experts at once. Experts in memory are computed meanwhile; absent
+experts are computed as they arrive, one after another at the disk's rate. In a prompt the next
+layer's reads begin while a layer is computed; reads of layers routed by token id begin with the
+step. Experts that the eviction does not admit are read too.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ MakeEviction = Callable[[Geometry, int], Eviction]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """How much memory has of the experts over the disk of a machine with a GPU."""
+    """The share of experts that host memory has, on a machine with a GPU and a disk."""
 
     share: float
     make_eviction: MakeEviction
@@ -41,7 +42,7 @@ class HostShare:
 
 
 class _DeviceLast(Eviction):
-    """The scores of another eviction, in which what a device has comes last."""
+    """Scores as another eviction does, but gives experts that a device has the lowest score."""
 
     background = "always"
 
@@ -59,17 +60,18 @@ class _DeviceLast(Eviction):
 
 
 class HostTier:
-    """Slots in memory between a GPU and a disk.
+    """Host slots between a GPU and a disk.
 
-    What the CPU computes may enter, and what leaves the GPU; what the GPU has leaves first. A
-    prompt's next layer is not read ahead.
+    Experts that the CPU computes and experts that leave the GPU may enter; experts that the GPU has
+    are evicted first. A prompt's next layer is not read ahead.
     """
 
     def __init__(
         self, geometry: Geometry, memory: HostShare, states: Sequence[int], read_seconds: float
     ) -> None:
-        """Start full of what the GPU lacks, as after the load; `states` are those of all experts
-        there, by key.
+        """Start full of experts that the GPU lacks, as after loading a model.
+
+        `states` has each expert's residency on the GPU, by key, and is read as it changes.
         """
         self.read_seconds, self._plans_reads = read_seconds, memory.plans_reads
         sizes = [int(geometry.num_experts * memory.share)] * geometry.num_layers
@@ -83,14 +85,17 @@ class HostTier:
             self._cache.admit(LayerLoad(layer, (), ()), lacking[:size])
 
     def places(self, load: LayerLoad) -> bytes:
-        """Return where memory has a layer's experts, for a plan that includes reads."""
+        """Return whether each active expert is in a slot or on the disk.
+
+        The result is empty if plans do not include reads.
+        """
         if not self._plans_reads:
             return b""
         has = self._cache.has
         return bytes(IN_SLOT if has(load.layer, expert) else ON_DISK for expert in load.experts)
 
     def use(self, load: LayerLoad, plan: LayerPlan) -> None:
-        """Take what the CPU has computed, and what has left the GPU."""
+        """Offer slots to experts that the CPU has computed, and to experts that left the GPU."""
         if plan.cpu:
             tokens = dict(zip(load.experts, load.tokens, strict=True))
             used = LayerLoad(load.layer, plan.cpu, tuple(tokens[expert] for expert in plan.cpu))
@@ -133,7 +138,7 @@ class DiskConditions:
 
 @dataclasses.dataclass(slots=True)
 class DiskTally:
-    """The totals of a replay over a disk, of decode steps unless a name says otherwise."""
+    """The totals of a replay over a disk; for decode steps unless noted otherwise."""
 
     tokens: int = 0  # including prompts
     steps: int = 0  # likewise
@@ -143,7 +148,7 @@ class DiskTally:
     decode_seconds: float = 0.0
     bound_seconds: float = 0.0
     """A lower bound of the time: max(reads, computing of residents) per layer, plus the dense
-    parts. All layers that are routed by token count as one."""
+    parts. All layers that are routed by token id count as one layer."""
     demands: int = 0
     misses: int = 0
     read_bytes: int = 0
@@ -181,7 +186,7 @@ def replay_over_disk(
 
 
 class _Replay:
-    """The clock of CPU and disk: a layer begins when the layer above is done."""
+    """The clock of CPU and disk: a layer begins when the previous layer is done."""
 
     def __init__(
         self, meta: TraceMeta, conditions: DiskConditions, make_eviction: MakeEviction
@@ -229,9 +234,9 @@ class _Replay:
         tally.read_bytes += misses * self._read_bytes
 
     def _run(self, load: LayerLoad, absent: list[int], asked: float) -> tuple[float, float]:
-        """Run a layer's experts; the absent ones were requested at `asked`.
+        """Run a layer's experts; the absent experts were requested at `asked`.
 
-        Returns the seconds of their reads, and of computing the others.
+        Returns the seconds of the absent experts' reads, and of computing the others.
         """
         costs = self._costs
         costs.require(max(load.tokens))
@@ -253,7 +258,7 @@ def simulate_over_disk(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Return what `tandem simulate --disk` reports about one trace: a JSON object."""
+    """Return the report of `tandem simulate --disk` on one trace: a JSON object."""
     geometry = trace.meta.geometry
     tally = replay_over_disk(trace, conditions, make_eviction, progress=progress)
     rates = disk_hit_rates(trace, conditions, make_eviction)
@@ -288,8 +293,9 @@ def simulate_over_disk(
 def disk_hit_rates(
     trace: RoutingTrace, conditions: DiskConditions, make_eviction: MakeEviction
 ) -> dict[str, float]:
-    """Return the hit rates of our eviction, LRU and Belady in equal slots, every token a decode
-    step.
+    """Return the hit rates of `make_eviction`'s policy, LRU and Belady at equal slots.
+
+    Every token is a decode step, as in `sim.hit_rate`.
     """
     geometry, sizes = trace.meta.geometry, conditions.set_sizes(trace.meta.geometry)
     loads = list(demand_loads(trace, conditions.batch, conditions.limit))

@@ -1,14 +1,15 @@
 """Every decision of a simulation as JSON lines, so that other programs can recompute its numbers.
 
-The first line is the header: settings, slots and the costs that hold. Then, in time order:
+The first line is the header: settings, slots and costs. The other lines are in time order:
 - `"run": "demand"`: one line per layer of the hit-rate replay: active `experts`, `hits` among
   them, `changes` as [newcomer, victim or null]. hit_rate = sum of hits / sum of experts. `rule`:
-  which rule the layer's eviction followed, if the policy chooses among several (also below).
+  the rule that the layer's eviction followed, if the policy chooses among several. Timed lines
+  have it too.
 - `"run": "timed"`: one line per layer on the virtual clock: `experts`, `tokens`, `wait` (seconds
   until an expert's weights are on the GPU: 0 resident, null absent), the plan (`gpu`, `arriving`,
   `fetch`, `cpu`, `insert`, `prefetch`; copies as [layer, expert, slot, evicted or null], evicted
-  as [layer, expert]) and `equations`: the policy's answer under equations 3 to 9 alone (`gpu`: who
-  is on the GPU) with the optimum's seconds where it was computed. Seconds of equations are
+  as [layer, expert]) and `equations`: the policy's answer under equations 3 to 9 alone (`gpu`: the
+  experts on the GPU) with the optimum's seconds where it was computed. Seconds of equations are
   max(sum of t_cpu, sum of t_gpu); t_gpu = max(transfer or wait, computation).
 """
 

@@ -48,7 +48,7 @@ class Exact:
 
 
 class Partial(NamedTuple):
-    """Partial answers, one per entry."""
+    """Partial answers: element i of each array belongs to answer i."""
 
     gpu: Floats  # when the GPU has computed its experts
     cpu: Floats
@@ -68,8 +68,10 @@ class Partial(NamedTuple):
     def branched(
         self, i: int, cpu: float, on_gpu: "Partial", gpu: Floats, copies: int
     ) -> "Partial":
-        """Return these answers with expert i on the CPU, and others with it on the GPU, ending at
-        `gpu`.
+        """Return these answers with expert i on the CPU, then `on_gpu` with it on the GPU.
+
+        `gpu` are the new GPU times of `on_gpu`; `copies` is the number of fetches that expert i
+        adds there.
         """
         return Partial(
             np.concatenate((self.gpu, gpu)),
@@ -79,8 +81,9 @@ class Partial(NamedTuple):
         )
 
     def pruned(self, bound: Floats, best: float) -> "Partial":
-        """Drop answers that cannot beat `best`, or are beaten in both times with equally many
-        fetches.
+        """Drop answers that cannot beat `best`, or that another answer dominates.
+
+        The other answer has as many fetches and is at least as good in both times.
         """
         partial = self.keep(np.flatnonzero(bound < best * (1 - 1e-12)))
         partial = partial.keep(np.lexsort((partial.cpu, partial.gpu)))
@@ -99,7 +102,7 @@ class Partial(NamedTuple):
 
 
 def _undominated(cpu: Floats, keep: Ints) -> Ints:
-    """Return the answers, sorted by gpu, whose cpu is below that of all earlier ones."""
+    """Return the answers of `keep`, sorted by gpu, whose cpu is below all earlier answers' cpu."""
     lowest = np.concatenate(([np.inf], np.minimum.accumulate(cpu[keep])[:-1]))
     return keep[cpu[keep] < lowest * (1 - 1e-13)]
 
@@ -107,7 +110,7 @@ def _undominated(cpu: Floats, keep: Ints) -> Ints:
 def solve(
     cpu: Floats, gpu: Floats, absent: npt.NDArray[np.bool_], max_fetches: int, best: float
 ) -> list[bool] | None:
-    """Return which experts the optimum puts on the GPU; None if nothing is below `best`."""
+    """Return which experts the optimum puts on the GPU; None if no answer is below `best`."""
     ratio = np.divide(gpu, cpu, out=np.full(len(cpu), np.inf), where=cpu > 0)
     # Absent experts first, because only they count against the limit.
     order = np.lexsort((ratio, ~absent))
@@ -127,7 +130,7 @@ class Relaxation:
     """The least time that undecided experts add, if they could be divided."""
 
     def __init__(self, cpu: Floats, gpu: Floats) -> None:
-        """Sort by ratio; store the processors' sums by the share on the GPU."""
+        """Sort experts by gpu / cpu; store both sums by the number of first experts on the GPU."""
         ratio = np.divide(gpu, cpu, out=np.full(len(cpu), np.inf), where=cpu > 0)
         order = np.argsort(ratio, kind="stable")
         self._gpu = np.concatenate(([0.0], np.cumsum(gpu[order])))
@@ -145,13 +148,13 @@ class Relaxation:
 
 
 def lower_bound(problem: LayerProblem) -> float:
-    """Return the linear relaxation's optimum: no plan of equations 3 to 8 is below it."""
+    """Return the linear relaxation's optimum: no plan under equations 3 to 8 takes less time."""
     rest = Relaxation(np.array(problem.cpu), np.array(equation_gpu(problem)))
     return float(rest.bound(np.zeros(1), np.zeros(1))[0])
 
 
 def optimal_seconds(problem: LayerProblem) -> float:
-    """Return the optimum for up to 64 active experts, the lower bound for more."""
+    """Return the optimum for up to 64 active experts, a lower bound for more."""
     if len(problem.experts) > MAX_EXPERTS:
         return lower_bound(problem)
     return Exact().assign(problem).seconds

@@ -1,9 +1,9 @@
 """The optimum with copies that overlap computation: the least possible `pipeline_seconds`.
 
 Residents are decided first, in the order in which the GPU runs them; then absent experts by
-descending GPU time, the best order of their copies, because it leaves the least to run after a copy
-has arrived. Partial answers are kept only if no other with as many fetches beats them in both times
-and their relaxation can still beat the best known answer.
+descending GPU time. That is the best order of copies, because it leaves the least to run after a
+copy has arrived. Partial answers are kept only if no other answer with as many fetches beats them
+in both times and their relaxation can still beat the best known answer.
 """
 
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ def overlapped_optimal_seconds(problem: LayerProblem) -> float:
 def overlapped_lower_bound(problem: LayerProblem) -> float:
     """Return a lower bound on every split's time.
 
-    Residents may be divided. For each number of fetches it takes the experts that are slowest on
-    the CPU and, for the GPU, those that are fastest there.
+    Residents may be divided between the processors. For each number of fetches, the CPU is spared
+    the absent experts that are slowest on it, and the GPU runs those that are fastest on it.
     """
     everything = priced(problem, *_all_on_gpu(problem), pipelined=True)
     search = _Search(problem, float("inf"))
@@ -94,16 +94,16 @@ class _Rest:
 
 
 def _slowed(problem: LayerProblem, cpu: Floats, fetches: Ints) -> Floats:
-    """Return CPU seconds beside this many copies, as in `pipeline_seconds`."""
+    """Return CPU seconds, slowed by this many copies at the same time as in `pipeline_seconds`."""
     arrival = problem.link_busy + fetches * problem.link
     slowed: Floats = cpu + (problem.cpu_slowdown - 1.0) * np.minimum(cpu, arrival)
     return slowed
 
 
 def _least_slowdown(problem: LayerProblem, fetches: int) -> float:
-    """Return the least slowdown of the CPU beside this many copies, whatever it computes.
+    """Return the least slowdown of the CPU by this many copies, whatever the CPU computes.
 
-    `_slowed` is concave in the CPU's seconds, so the ratio is least where these are largest.
+    `_slowed` is concave in the CPU's seconds, so the ratio is least for the most seconds.
     """
     most = sum(problem.cpu) + problem.cpu_first
     arrival = problem.link_busy + fetches * problem.link
@@ -111,7 +111,7 @@ def _least_slowdown(problem: LayerProblem, fetches: int) -> float:
 
 
 class _Search:
-    """Branches on one expert after another; every answer found has an expert on the CPU."""
+    """Branches on one expert after another, for answers that have an expert on the CPU."""
 
     def __init__(self, problem: LayerProblem, best: float) -> None:
         self._problem = problem
@@ -122,14 +122,14 @@ class _Search:
         self._absent = _copy_order(problem)
 
     def rest(self, decided: int) -> _Rest:
-        """Return what is left after this many decisions."""
+        """Return the least time of the experts that are left after `decided` decisions."""
         known = min(decided, len(self._residents))
         return _Rest(
             self._problem, self._residents[known:], self._absent[max(0, decided - known) :]
         )
 
     def run(self) -> list[bool] | None:
-        """Return which experts are on the GPU in an answer below `best`; None if there is none."""
+        """Return which experts the best answer puts on the GPU; None if none is below `best`."""
         partial = Partial.start(self._problem.cpu_first)
         order = self._residents + self._absent
         for decided, i in enumerate(order, 1):

@@ -1,11 +1,12 @@
 """A trial of steps in one graph: at which sizes fetches and copies ahead pay.
 
 Steps of typical routing run on the virtual clock, with a machine's costs, from a cache of the
-hottest experts: by the rule that leaves every miss to the CPU, and by the one that fetches; then by
-the better one with and without copies ahead of the next layer, from predictions of usual quality;
-then, if routers can be asked ahead, from their usual answers. With memory over a disk only the
-rules are tried: a copy ahead may wait for its read, and the others behind it. A loaded model,
-`tandem plan` and `tandem simulate` all ask here, so equal costs and slots give equal answers.
+hottest experts. First the trial compares the rule that leaves every miss to the CPU with the rule
+that fetches. Then it compares steps of the better rule without and with copies ahead of the next
+layer, from predictions of usual quality; and, if routers can be run ahead, from hints of usual
+quality. With memory over a disk only the rules are tried, because a copy ahead may wait for its
+read, and later copies wait for that copy. A loaded model, `tandem plan` and `tandem simulate` all
+use this trial, so equal costs and slots give equal settings.
 """
 
 import dataclasses
@@ -46,10 +47,11 @@ def settled(
 ) -> PlannerSettings:
     """Return settings whose steps in one graph fetch where that pays, unless a rule is requested.
 
-    They copy predicted experts ahead if requested, and where it pays in slots that exist anyway;
-    and ask routers ahead where allowed and worth it. `shape` includes the graph's host costs. With
-    an older profile that lacks the cost of a second launch nothing is fetched; without the cost of
-    asking, no router is asked. Policies learn in `tables`, which changes no answer.
+    Such steps also copy predicted experts ahead, if requested or where that pays in slots that
+    exist anyway; and they run routers ahead where that is allowed and pays. `shape` must include
+    the graph's host costs. With an older profile that lacks the cost of a second launch, nothing is
+    fetched; without the cost of running a router ahead, no router is. Policies learn in `tables`,
+    which does not change the result.
     """
     num_experts = geometry.num_layers * geometry.num_experts
     if num_slots >= num_experts and not settings.copies_prompts:
@@ -81,7 +83,7 @@ def _trial_routing(geometry: Geometry) -> RoutingTrace:
 
 
 class _TypicalPrediction(Prediction):
-    """Predicts from the trial's routing, and is wrong as often as predictions of real routing."""
+    """Predicts the trial's routing, and is wrong as often as predictions of real routing are."""
 
     def __init__(self, geometry: Geometry, *, one_wrong_in: int) -> None:
         """Draw the same routing as the trial's."""
@@ -98,7 +100,7 @@ class _TypicalPrediction(Prediction):
         self._num_sequences = sum(load.tokens) // self._geometry.top_k
 
     def predict(self, layer: int) -> Forecast:
-        """Return the actual choices, with one of several replaced."""
+        """Return the actual choices, with one in `one_wrong_in` replaced."""
         num_experts, top_k = self._geometry.num_experts, self._geometry.top_k
         one_in = self._one_wrong_in
         scores = [0.0] * num_experts
@@ -114,7 +116,7 @@ _TYPICAL, _ASKED = "typical", "typical, asked"
 
 
 class _TrialSettings(PlannerSettings):
-    """Settings that may have the trial's prediction."""
+    """Planner settings that also know the trial's predictions by name."""
 
     __slots__ = ()
     policies: ClassVar[Policies] = PlannerSettings.policies._replace(
@@ -128,7 +130,7 @@ class _TrialSettings(PlannerSettings):
 
 
 class _Trial:
-    """One model on one machine."""
+    """The trial of one model on one machine."""
 
     def __init__(
         self,
@@ -167,10 +169,10 @@ class _Trial:
         return plain > LEAST_GAIN * ahead
 
     def asking_pays(self, size: int, rule: str) -> bool:
-        """Tell whether steps are sufficiently faster with copies of what routers predict.
+        """Tell whether steps are sufficiently faster with copies of experts that routers predict.
 
-        The comparison is without copies ahead: what `regression` alone names is as often right here
-        as on real routing, but it names more here.
+        The comparison is with steps without copies ahead. Steps with the trial's stand-in for
+        `regression` would not do: it is right as often as `regression`, but names more experts.
         """
         asked, plain = (self._seconds(size, rule, by) for by in (_ASKED, None))
         return plain > LEAST_GAIN * asked

@@ -1,8 +1,8 @@
-"""Cache policies alone: demand residency of every token, with a link that costs nothing.
+"""Hit rates of cache policies alone, without prefetches and with a link that costs nothing.
 
-Every token is one decode step (prompts too), sequences run side by side, nothing is prefetched, and
-every admitted miss is ready at the next step. A hit is an active expert that is resident when its
-layer is reached. This compares policies with Belady's bound at equal sets and slots.
+Every token is one decode step (prompts too), sequences run side by side, and every admitted miss is
+ready at the next step. A hit is an active expert that is resident when its layer is reached. The
+hit rates compare policies with Belady's bound at equal sets and slots.
 """
 
 import heapq
@@ -46,7 +46,7 @@ class DemandCache:
         eviction: Eviction,
         ranking: Eviction | None = None,
     ) -> None:
-        """Start empty. With a `ranking`, its scores say who leaves, and `eviction` learns."""
+        """Start empty. With a `ranking`, its scores decide evictions; `eviction` still learns."""
         self._num_experts = geometry.num_experts
         self._residency = Residency(geometry, set_sizes, 0)
         self._admission = Admission(self._residency, ranking or eviction)
@@ -58,7 +58,7 @@ class DemandCache:
         self._eviction.begin_step(is_prefill=is_prefill)
 
     def use(self, load: LayerLoad) -> tuple[list[int], list[tuple[int, int]]]:
-        """Use a layer's experts; return the absent ones, and (newcomer, victim) keys."""
+        """Use a layer's experts; return the absent experts, and (newcomer, victim) keys."""
         self._eviction.touch(load)
         first = load.layer * self._num_experts
         slot_of = self._residency.slot_of
@@ -66,12 +66,13 @@ class DemandCache:
         return absent, self.admit(load, [first + expert for expert in absent])
 
     def has(self, layer: int, expert: int) -> bool:
-        """Tell whether an expert is there."""
+        """Tell whether an expert is in the cache."""
         return self._residency.slot_of[layer * self._num_experts + expert] != NOWHERE
 
     def admit(self, load: LayerLoad, absent: Sequence[int]) -> list[tuple[int, int]]:
-        """Give slots to absent keys of a load's layer that the policy admits; returns the
-        changes.
+        """Give slots to the `absent` keys of the load's layer that the policy admits.
+
+        Returns the changes as (newcomer, victim) keys.
         """
         residency, eviction = self._residency, self._eviction
         newcomers = eviction.candidates(load.layer, absent, residency.slot_of)
@@ -118,8 +119,8 @@ def belady_hit_rate(
 ) -> float:
     """Return the hit rate of Belady's policy with bypass, an upper bound for demand-filled caches.
 
-    After each layer the set keeps, of residents and active experts, those whose next use is
-    nearest; a miss whose own next use is farthest never enters.
+    Of residents and active experts, the set keeps after each layer those whose next use is nearest;
+    a miss whose own next use is farthest never enters.
     """
     width = geometry.num_experts
     order = [[[load.layer * width + e for e in load.experts] for load in loads] for loads in steps]

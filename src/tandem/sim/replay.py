@@ -47,9 +47,10 @@ COMPARE_EVERY = 31
 class Tally:
     """The totals of a replay.
 
-    Over compared layers: `over_optimal` is the policy's answer under equations 3 to 9 over their
-    optimum; `executed_over_optimal` is the executed plan over the same; `overlapped_over_optimal`
-    is the executed plan over the optimum with overlapped copies, both by `pipeline_seconds`.
+    Three lists have the relative excess over an optimum for each compared layer. `over_optimal`:
+    the policy's answer under equations 3 to 9 over their optimum; `executed_over_optimal`: the
+    executed plan over that optimum; `overlapped_over_optimal`: the executed plan over the optimum
+    with overlapped copies, both by `pipeline_seconds`.
     """
 
     tokens: int = 0
@@ -130,7 +131,7 @@ def replay(
 ) -> Tally:
     """Replay until the trace or the limit ends; `progress` gets the number of tokens of each step.
 
-    On a new timeline, unless `clock` gives a more accurate one.
+    Runs on a new timeline unless `clock` is given, such as a more accurate timeline.
     """
     return _Replay(trace, run, resident, watch, clock).run(progress)
 
@@ -250,7 +251,7 @@ class _Replay:
                 memory.use(load, plan)
 
     def _compare(self, load: LayerLoad) -> Compared | None:
-        """Return the layer's problem if it is compared or observed; otherwise None."""
+        """Return the layer's comparison if it is due or watched; otherwise None."""
         self._countdown -= 1
         is_due = self._settings.compare_every > 0 and self._countdown < 0
         if self._watch is None and not is_due:
@@ -293,7 +294,7 @@ class _Replay:
 
 
 def _by_equations(settings: PlannerSettings, graph_tokens: int) -> Assignment:
-    """Return the rule with equations 3 to 9, for rules that support it; otherwise None."""
+    """Return the settings' assignment rule, by equations 3 to 9 alone if it is `balanced`."""
     name = settings.rule(graph_tokens=graph_tokens)
     options = {} if graph_tokens else dict(settings.assignment_options)
     if name == "balanced":

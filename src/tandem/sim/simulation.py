@@ -66,9 +66,10 @@ class Conditions:
         return self.profile.charged(self.plain_costs(trace), self.path(settings).host_path)
 
     def settled(self, trace: RoutingTrace, settings: PlannerSettings) -> PlannerSettings:
-        """Return settings as a real run with these costs has them: see `graph_trial`.
+        """Return the settings that a real run with these costs would use: see `graph_trial`.
 
-        Known loads of layers routed by token id use the slots that a GPU sets aside.
+        If layers are routed by token id, copies for their known loads use the slots that a GPU sets
+        aside for copies ahead in long prompts.
         """
         if trace.meta.by_token:
             settings = dataclasses.replace(settings, copies_prompts=True)
@@ -91,7 +92,7 @@ class Conditions:
 
 
 def split_trace(trace: RoutingTrace, hold_out: int) -> tuple[RoutingTrace, RoutingTrace | None]:
-    """Return the sequences to replay, and the last `hold_out` ones (None for 0)."""
+    """Return the sequences to replay, and the last `hold_out` sequences (None for 0)."""
     if hold_out == 0:
         return trace, None
     if hold_out >= trace.num_sequences:
@@ -158,10 +159,10 @@ def hit_rates(
     *,
     dump: Dump | None = None,
 ) -> dict[str, float]:
-    """Return the demand residency of the settings' eviction, of LRU and of Belady, at equal slots.
+    """Return the hit rates of the settings' eviction, of LRU and of Belady, at equal slots.
 
-    Every slot counts as cache for LRU and Belady; ours keeps one for fetches. Nothing is
-    prefetched.
+    LRU and Belady use every slot as cache; the settings' eviction leaves one for fetches. Nothing
+    is prefetched.
     """
     replayed, _ = split_trace(trace, conditions.hold_out)
     geometry, num_slots = trace.meta.geometry, conditions.num_slots(trace)
@@ -192,7 +193,7 @@ def simulate(
     dump_to: TextIO | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Return what `tandem simulate` reports about one trace."""
+    """Return the report of `tandem simulate` on one trace."""
     # First, so that an unknown shape fails before a long replay.
     costs = conditions.costs(trace, settings)
     settings = conditions.settled(trace, settings)

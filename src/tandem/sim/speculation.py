@@ -1,7 +1,7 @@
 """Decode steps that verify drafted tokens, on a trace's routing.
 
-Accepted tokens route as in the trace. A rejected one routes as another token of the trace; if the
-trace contains the token, as it did there.
+Accepted tokens route as in the trace. A rejected token routes as it does elsewhere in the trace, or
+as a random token of the trace if the trace does not contain it.
 """
 
 import random
@@ -31,13 +31,13 @@ _SPREAD = 1.5
 
 @dataclass(frozen=True, slots=True)
 class SpeculationChoice:
-    """What drafts, and how many tokens are verified."""
+    """The drafter, and how many drafted tokens are verified."""
 
     acceptance: float | None
-    """How often each token of an MTP layer is right, given that those before it are; None:
+    """How often each token of an MTP layer is right if all tokens before it are; None: prompt
     look-up."""
     is_sure: bool
-    """Whether the layer reports the probability of each token, which varies."""
+    """Whether the MTP layer reports the probability of each token, which then varies."""
     length: int | None
     """Drafted tokens that each step verifies, if that many exist; None: chosen by cost."""
 
@@ -45,7 +45,7 @@ class SpeculationChoice:
     def parsed(cls, drafter: str, length: str) -> "SpeculationChoice":
         """Parse `n-gram`, `mtp=ACCEPTANCE` or `sure-mtp=ACCEPTANCE`, and `auto` or a number.
 
-        Raises `ConfigError`.
+        Raises `ConfigError` for other texts.
         """
         name, _, share = drafter.partition("=")
         if name not in ("n-gram", "mtp", "sure-mtp") or (name == "n-gram" and share):
@@ -78,10 +78,10 @@ class TraceSpeculation:
         clock: Timeline,
         layer_seconds: StepShape,
     ) -> None:
-        """Choose by a layer's time for a number of tokens; an MTP layer takes a layer's time for
-        one.
+        """Choose by `layer_seconds`, the time of a layer by the number of tokens.
 
-        Raises `ConfigError` for look-up on a trace without token ids.
+        An MTP layer takes a layer's time for one token. Raises `ConfigError` for prompt look-up on
+        a trace without token ids.
         """
         if trace.token_ids is None and choice.acceptance is None:
             raise ConfigError(
@@ -107,7 +107,7 @@ class TraceSpeculation:
         self.drafted = self.accepted = 0
 
     def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
-        """Return a step's tokens for sequences (at, end), and how far each sequence advances."""
+        """Return a step's tokens for sequences (next token, end), and each sequence's advance."""
         histories = {end: self._history(at) for at, end in running}
         rooms = {end: end - at - 1 for at, end in running}
         drafts = self._drafts(histories, rooms, len(running))
@@ -150,16 +150,15 @@ class TraceSpeculation:
         }
 
     def _elsewhere(self, token: int) -> int:
-        """Return the index of a token that stands for a rejected one."""
+        """Return the index of the trace's token whose routing a rejected token gets."""
         return self._places.get(token, self._chance.randrange(len(self._ids)))
 
 
 class _ScriptedMtp:
-    """Drafts the actual next tokens, each with some probability; each costs a layer's time for one
-    token.
+    """Drafts tokens that are right with some probability; each costs a layer's time for one token.
 
-    Which tokens are right is drawn once, so that lengths are compared on the same tokens. A `sure`
-    layer has different probabilities by token, as real layers do, and reports them.
+    Which tokens are right is drawn once, so that lengths are compared on the same tokens. With
+    `is_sure` the probability differs by token, as with real MTP layers, and is reported.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ SIMULATED_STARTS: Registry[list[int]] = Registry("start content")
 
 @SIMULATED_STARTS.register("empty")
 def empty(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None) -> list[int]:
-    """Return nothing, as paper 2 starts."""
+    """Return nothing: paper 2 starts with an empty cache."""
     return []
 
 
@@ -51,7 +51,7 @@ def hottest(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None)
 
 @SIMULATED_STARTS.register("first-layers")
 def first_layers(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None) -> list[int]:
-    """Fill a shared pool with the first layers as a whole, as llama.cpp and KTransformers do."""
+    """Fill a shared pool with the first layers, each whole, as llama.cpp and KTransformers do."""
     whole_layers = sum(set_sizes) // geometry.num_experts
     return list(range(min(whole_layers, geometry.num_layers) * geometry.num_experts))
 

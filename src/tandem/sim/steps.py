@@ -27,16 +27,14 @@ class Decoding(Protocol):
     """Chooses the tokens of decode steps."""
 
     def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
-        """Return a step's tokens for sequences (next token, end), and how far each sequence
-        advances.
-        """
+        """Return a step's tokens for sequences (next token, end), and each sequence's advance."""
 
     def done(self) -> None:
-        """Called when the step has ended."""
+        """Record that the step has ended."""
 
 
 class OneEach:
-    """One token of each sequence."""
+    """Decodes one token of each sequence per step, without drafts."""
 
     def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
         """Return the next tokens."""
@@ -49,13 +47,13 @@ class OneEach:
 def replay_steps(
     trace: RoutingTrace, batch: int, prompt: int | None, decoding: Decoding | None = None
 ) -> Iterator[Step]:
-    """Yield steps of `batch` sequences side by side; the first `prompt` tokens of each at once.
+    """Yield steps of `batch` sequences side by side; the first `prompt` tokens of each run at once.
 
-    With `prompt` None prompts are as long as recorded (meta `prompt_tokens`). A sequence that ends
-    gives its slot to the next one, whose prompt then runs as a step. When no sequence is left for a
-    free slot, the replay ends, so that every decode step is a full batch. If a trace has fewer
-    sequences than slots, its longest ones are halved until there are enough. `decoding` chooses the
-    tokens of a decode step; None: one of each sequence.
+    If `prompt` is None, prompts are as long as recorded (meta `prompt_tokens`). A sequence that
+    ends gives its slot to the next sequence, whose prompt then runs as a step. When no sequence is
+    left for a free slot, the replay ends, so that every decode step is a full batch. If a trace has
+    fewer sequences than `batch`, its longest sequences are halved until there are enough.
+    `decoding` chooses the tokens of a decode step; None: one token of each sequence.
     """
     decoding = decoding or OneEach()
     waiting = _spans(trace, batch)
@@ -84,7 +82,7 @@ def replay_steps(
 
 
 def _prompts(trace: RoutingTrace, prompt: int | None) -> Mapping[int, int]:
-    """Return, by a sequence's first token, how many tokens run at once."""
+    """Return, by the index of a sequence's first token, how many tokens run as its prompt."""
     if prompt is not None:
         return defaultdict(lambda: prompt)
     recorded = trace.meta.more.get("prompt_tokens")
@@ -120,7 +118,7 @@ class LoadReader:
         self._ones = (1,) * self._geometry.top_k
 
     def loads(self, step: Step) -> list[LayerLoad]:
-        """Return one load per layer."""
+        """Return the step's loads, one per layer."""
         if len(step.tokens) == 1:
             return self._single(int(step.tokens[0]))
         chosen = self._trace.experts[step.tokens]  # (tokens, layers, top_k)
@@ -139,7 +137,7 @@ class LoadReader:
         ]
 
     def known(self, loads: Sequence[LayerLoad]) -> list[LayerLoad]:
-        """Return those of a step's loads, one per layer, that are known beforehand."""
+        """Return the known loads among a step's `loads`, which must have one load per layer."""
         return [loads[layer] for layer in self._trace.meta.by_token]
 
     def hints(self, step: Step) -> list[list[Hint]]:

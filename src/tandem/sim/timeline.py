@@ -1,14 +1,15 @@
 """CPU, GPU and link on a virtual clock: the time of a plan when they work in parallel.
 
 A layer is its dense part on the GPU, then the plan: residents run on the GPU, fetched experts after
-their copies, the CPU works beside; the layer ends when both are done. In a step in one graph,
-fetched experts run after all of that in a launch of their own, and other copies begin after the
-CPU's share; if the next layer's router is asked, after its answer. The link serves copies one after
-another, also across layers. While CPU and link work at the same time, each slows the other down by
-the profile's factors.
+their copies, and the CPU works beside; the layer ends when both are done. In a step in one graph,
+the plan begins after the answer of the next layer's router if that is run ahead; fetched experts
+run last, in a launch of their own; and copies that are inserted begin after the CPU's share. The
+link serves copies one after another, also across layers. While CPU and link work at the same time,
+each slows the other down by the profile's factors.
 
-Over a disk it reads what memory lacks, one expert after another: a layer's for the CPU, which
-computes them as they come, behind the others; then what is copied, and such a copy waits for it.
+With memory over a disk, the disk reads absent experts one after another. A layer's experts for the
+CPU come first; the CPU computes them as they arrive, after its other experts. Experts to be copied
+come next; each copy waits for its read.
 """
 
 from collections import deque
@@ -28,7 +29,7 @@ class Arrival(NamedTuple):
 
 
 class Memory(Protocol):
-    """Memory over a disk."""
+    """Host memory that has only some experts, over a disk."""
 
     read_seconds: float  # per expert
 
@@ -37,13 +38,13 @@ class Memory(Protocol):
 
 
 class _GpuQueue:
-    """The GPU in one layer: arrived experts run at once, residents while it would wait."""
+    """The GPU in one layer: arrived experts run at once, residents while the GPU would wait."""
 
     def __init__(self, now: float, resident_seconds: float) -> None:
         self.end, self.left, self.busy = now, resident_seconds, resident_seconds
 
     def run(self, seconds: float, arrival: float) -> float:
-        """Run an expert that arrives at a time; return when it ends."""
+        """Run an expert whose copy ends at `arrival`; return when the expert is computed."""
         if arrival > self.end:
             self.left -= min(self.left, arrival - self.end)
             self.end = arrival
@@ -87,7 +88,7 @@ class Timeline:
             yield under_way.popleft()
 
     def issue(self, copies: tuple[Copy, ...]) -> None:
-        """Queue copies for which no layer waits while the CPU is idle."""
+        """Queue copies that no layer waits for, while the CPU is idle."""
         for copy in copies:
             self._copy(copy, 0.0, 0.0)
 
@@ -114,14 +115,14 @@ class Timeline:
         self.now = max(self._run_cpu(start + cpu, cpu, tokens, read), gpu_end)
 
     def _absent(self, plan: LayerPlan, tokens: dict[int, int]) -> list[int]:
-        """Return what memory lacks of the CPU's experts, in the order of their reads."""
+        """Return the CPU's experts that memory lacks, in the order of their reads."""
         if self._memory is None:
             return []
         absent = [expert for expert in plan.cpu if not self._memory.has(plan.layer, expert)]
         return sorted(absent, key=lambda expert: -tokens[expert])
 
     def _read(self, layer: int, expert: int) -> float:
-        """Return when an expert is in memory; the disk reads it if it is not."""
+        """Return when an expert is in memory (0: it already is); otherwise the disk reads it."""
         memory, key = self._memory, (layer, expert)
         if memory is None or memory.has(layer, expert):
             return 0.0
@@ -134,7 +135,10 @@ class Timeline:
     def _run_cpu(
         self, done: float, cpu: float, tokens: dict[int, int], read: list[tuple[int, float]]
     ) -> float:
-        """Compute what is read behind the rest, which takes `cpu`; return when all is done."""
+        """Compute the `read` experts after the others, as they arrive; return the CPU's end.
+
+        The others take `cpu` seconds and end at `done`.
+        """
         self.cpu_busy += cpu
         for expert, arrival in read:
             seconds, begin = self.costs.cpu[tokens[expert]], max(done, arrival)
@@ -151,7 +155,7 @@ class Timeline:
         cpu: float,
         read: list[tuple[int, float]],
     ) -> None:
-        """Run a layer as a coordinator answers it, whose copying thread sleeps in between."""
+        """Run a layer as a coordinator answers it; its copying thread must wake before copies."""
         gpu, wake, start = self.costs.gpu, self.costs.copy_wake, self.now
         held = sum([gpu[tokens[expert]] for expert in plan.gpu])
         fetched, landed = 0.0, start

@@ -1,9 +1,10 @@
 """Average routing of models, for forecasts without a trace of the model.
 
 Experts have unequal popularity in each layer, and a token repeats some of the previous token's
-experts. Both lie between those of traces of DeepSeek-V2-Lite and gpt-oss-20b: a token shares 25 and
-40 % of its experts with the previous token (here, in their geometries, 30 and 35 %), and the most
-popular quarter has 42 and 52 % of all choices (48 and 46 %).
+experts. Both properties lie between those of traces of DeepSeek-V2-Lite and gpt-oss-20b. In these
+traces a token shares 25 and 40 % of its experts with the previous token, and the most popular
+quarter of experts has 42 and 52 % of all choices. Typical routing in the two models' geometries has
+30 and 35 %, and 48 and 46 %.
 """
 
 import dataclasses
@@ -57,7 +58,7 @@ def typical_routing(
 
 
 def with_guesses(trace: RoutingTrace) -> RoutingTrace:
-    """Return a trace with routers' answers to being asked ahead, as often wrong as real ones."""
+    """Return a trace with predictions of routers run ahead, wrong as often as real predictions."""
     random, experts = np.random.default_rng(SEED), trace.experts
     is_wrong = random.random(experts.shape) < 1 / ONE_WRONG_IN
     others = random.integers(0, trace.meta.n_experts, experts.shape)

@@ -27,7 +27,7 @@ _MOST_LOOKS = 200
 
 
 class TemplateEndedError(Exception):
-    """A template took too long, or too much memory."""
+    """A template took too much time or memory."""
 
 
 class _End(BaseException):
@@ -37,14 +37,14 @@ class _End(BaseException):
 def rendered(tokenizer: Tokenizer, messages: object, /, **options: object) -> str:
     """Return a conversation as written by a tokenizer's or processor's template.
 
-    Raises what the template raises, or `TemplateEndedError`.
+    Raises the template's own exceptions, or `TemplateEndedError`.
     """
     options = {"add_generation_prompt": True, **options}
     return str(bounded(lambda: tokenizer.apply_chat_template(messages, tokenize=False, **options)))
 
 
 def bounded(render: Callable[[], T]) -> T:
-    """Return what a template renders; raises what it raises, or `TemplateEndedError`."""
+    """Return the result of `render`; raises its exceptions, or `TemplateEndedError`."""
     found: list[T] = []
     problem: list[BaseException] = []
 

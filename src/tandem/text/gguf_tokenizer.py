@@ -18,11 +18,11 @@ _PROBE = (
 
 
 def load_gguf_tokenizer(file: Path) -> Tokenizer:
-    """Return the tokenizer of a file; raises what Transformers and tokenizers raise.
+    """Return the tokenizer of a file; raises the exceptions of Transformers and tokenizers.
 
-    Its class takes tokenizers as they are; a model's own class would rebuild the pre-tokenizer from
-    a copy. Transformers would prefer a tokenizer.json beside the file, whatever model it belongs
-    to, so it sees the file alone.
+    The generic class uses the file's tokenizer unchanged; a model's own class would rebuild the
+    pre-tokenizer from a copy. Transformers would prefer a tokenizer.json beside the file, even that
+    of another model, so the file is loaded from a directory of its own.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -38,7 +38,8 @@ def load_gguf_tokenizer(file: Path) -> Tokenizer:
 def save_gguf_tokenizer(file: Path, directory: Path) -> None:
     """Write a file's tokenizer into the directory of a packed copy, if the file has one.
 
-    Raises `ModelError`, also if Transformers would load another tokenizer from these files.
+    Raises `ModelError` if the tokenizer does not load, or if Transformers would load a different
+    tokenizer from the written files.
     """
     header = read_gguf_header(file)
     if header.at("tokenizer.ggml.model") is None:

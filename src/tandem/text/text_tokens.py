@@ -1,7 +1,7 @@
 """Tokenizes text; a text that no context can hold is refused before it is tokenized.
 
-For a text that is too long a tokenizer takes seconds, and hundreds of bytes per token; and a Rust
-panic in it is no `Exception`. Both become one sentence.
+For a text that is too long, a tokenizer needs seconds and hundreds of bytes per token. A Rust panic
+in a tokenizer is not an `Exception`. Both cases become a `ConfigError` with one sentence.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def _longest_token(tokenizer: Tokenizer) -> int:
 def token_ids(
     tokenizer: Tokenizer, text: str, *, has_special: bool, most_tokens: int | None
 ) -> list[int]:
-    """Return a text's token ids; `ConfigError` if there must be more than `most_tokens`."""
+    """Return a text's token ids; `ConfigError` if they certainly exceed `most_tokens`."""
     require_room(tokenizer, len(text), most_tokens)
     with told_panics():
         # A text that is slightly too long is refused later, with a better message than the

@@ -1,7 +1,8 @@
 """Checks a tokenizer's files before Transformers reads them: types, code, and text growth.
 
-A chain of replacements in tokenizer.json multiplies: thirty of them turn one letter into gigabytes.
-The file gives the growth of each step, so the product over all steps is the bound.
+Growth multiplies along a chain of replacements in tokenizer.json: thirty replacements can turn one
+letter into gigabytes. The file tells the growth of each step, and the product over all steps bounds
+the growth of a text.
 """
 
 import base64
@@ -87,7 +88,7 @@ def _steps(part: object) -> Iterator[JsonObject]:
 
 
 def _growth(step: JsonObject) -> float:
-    """Return how many characters a step may make of each one; 1 for unknown steps."""
+    """Return the most characters that a step makes of one character; 1 for unknown steps."""
     match step:
         case {"type": "Replace", "content": str(content), "pattern": {"String": str(found)}}:
             return max(1.0, len(content) / len(found)) if found else len(content) + 1.0
@@ -111,7 +112,7 @@ def _longest_replacement(charsmap: str) -> int:
 
 
 def _require_template(file: Path, step: JsonObject) -> None:
-    """Refuse a template that inserts a text, or very many tokens, several times."""
+    """Refuse a template that inserts more than two texts, or very many tokens."""
     tokens = step.get("special_tokens")
     lengths = {
         name: len(ids)

@@ -1,4 +1,4 @@
-"""A routing trace in memory, and its validation. Knows no files.
+"""A routing trace in memory, and its validation, without access to files.
 
 Sequences are concatenated and split by `seq_offsets`. `weights`, `token_ids` and `predicted` are
 optional. `predicted[t, l, p]` are the experts that predictor `p` named for token t in MoE layer l
@@ -30,7 +30,7 @@ class TraceMeta:
     top_k: int
     predictors: tuple[str, ...] = ()
     by_token: tuple[int, ...] = ()
-    """Layers that are routed by token; their loads are known before a step, in this order."""
+    """MoE layers that are routed by token id, ascending; their loads are known before a step."""
     more: dict[str, object] = dataclasses.field(default_factory=dict)
 
     @property

@@ -1,4 +1,4 @@
-"""Reads and writes routing traces: an `.npz` file, format 1 of the design."""
+"""Reads and writes routing traces as `.npz` files of format 1."""
 
 import io
 import json
@@ -123,7 +123,7 @@ def _parse_meta(array: Array, where: str) -> TraceMeta:
 
 
 def _parse_layers(meta: dict[str, Any], where: str) -> tuple[int, ...]:
-    """Return the layers that are routed by token."""
+    """Return the layers that are routed by token id."""
     layers, count = meta.get("by_token", []), meta["n_moe_layers"]
     is_list = isinstance(layers, list) and all(type(layer) is int for layer in layers)
     if not is_list or layers != sorted({*layers} & {*range(count)}):

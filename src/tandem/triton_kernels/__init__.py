@@ -1,1 +1,1 @@
-"""Expert kernels for GPUs, in Triton; they read the packed layout in a slot directly."""
+"""Kernels for GPUs, in Triton; expert kernels read the packed layout in a slot directly."""

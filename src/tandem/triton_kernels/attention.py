@@ -5,8 +5,8 @@
     join_parts     adds up the parts of a head, by their sums of exponentials
 
 `where` (5,) int64 on the device has a layer's addresses of keys, values and their scales, and its
-capacity. So a captured graph stays valid when a cache grows. Keys and values are (slots, KV heads,
-capacity, dim); int8 ones have an fp32 scale for each line of `dim`.
+capacity. So a captured graph stays valid when a KV cache grows. Keys and values are (slots, KV
+heads, capacity, dim); in int8, there is an fp32 scale for each line of `dim` values.
 """
 
 import triton
@@ -20,7 +20,7 @@ _QUERY_STRIDES = ("query_stride", "query_head_stride", "state_stride", "state_he
 
 @triton.jit
 def _pointer(address: tensor, kind: constexpr) -> tensor:
-    """Return a pointer to keys or values, marked as aligned to 64 bytes as torch's memory is."""
+    """Return a pointer to keys or values, marked as aligned; torch aligns memory to 64 bytes."""
     if kind == "int8":
         pointer = address.to(tl.pointer_type(tl.int8))
     elif kind == "bf16":
@@ -42,7 +42,7 @@ def _store_line(
     width: constexpr,
     kind: constexpr,
 ) -> None:
-    """Write `dim` values to a line; int8 is rounded as on the CPU, by the largest value."""
+    """Write `dim` values to a line; int8 is scaled by the largest value, rounded as on the CPU."""
     place = tl.arange(0, width)
     values = tl.load(source + place, mask=place < dim, other=0.0).to(tl.float32)
     pointer = _pointer(address, kind) + line * dim + place
@@ -110,7 +110,7 @@ def _scores(
     block_heads: constexpr,
     block_keys: constexpr,
 ) -> tensor:
-    """Return queries times the keys of some lines: (block_heads, block_keys) fp32."""
+    """Return the products of queries with some lines' keys: (block_heads, block_keys) fp32."""
     total = tl.full((block_heads, block_keys), 0.0, dtype=tl.float32)
     for piece in tl.static_range((key_dim + block_dim - 1) // block_dim):
         dim = piece * block_dim + tl.arange(0, block_dim)
@@ -125,7 +125,7 @@ def _scores(
 def _line_scales(
     where: tensor, line: tensor, is_seen: tensor, factor: constexpr, kind: constexpr
 ) -> tensor:
-    """Return the factor of each line's numbers: `factor`, times int8's scale."""
+    """Return the factor of each line's numbers: `factor`, in int8 times the line's scale."""
     if kind == "int8":
         pointer = tl.load(where).to(tl.pointer_type(tl.float32)) + line
         scale = tl.load(pointer, mask=is_seen, other=0.0) * factor
@@ -143,10 +143,11 @@ def _bounds(
     num_parts: constexpr,
     block_keys: constexpr,
 ) -> tensor:
-    """Return the first and the end of the positions of this program's part.
+    """Return the begin and the end of this program's part of the positions that a token sees.
 
-    Prompt positions that the window has left are numbered just before the window. Also returns the
-    window's first position, and the distance of these positions from their real places.
+    Prompt positions before the window are numbered so that the last of them is just before the
+    window. Also returns the window's first position, and the difference between these numbers and
+    the real prompt positions.
     """
     length = (position + 1).to(tl.int32)
     first = tl.maximum(length - window, 0) if window > 0 else 0
@@ -183,9 +184,10 @@ def _bias(
 
 @triton.jit
 def _weights(scores: tensor, is_seen: tensor, largest: tensor, softcap: constexpr) -> tensor:
-    """Return exponentials of scores, the factor for earlier ones, and the largest score so far.
+    """Return exponentials of scores, the factor for earlier sums, and the largest score so far.
 
-    `is_seen` is broadcast to the scores. With a softcap they are softcap * tanh(score / softcap).
+    `is_seen` is broadcast to the scores. With a softcap, scores become softcap * tanh(score /
+    softcap).
     """
     if softcap > 0:
         scores = softcap * (1 - 2 / (tl.exp(scores * (2 / softcap)) + 1))
@@ -209,12 +211,13 @@ def attend_parts(
 ) -> None:  # fmt: skip
     """Attend to a part of the positions. A program is (some heads of a KV head, part, token).
 
-    If `value_width` is less than the values' dimensions, a program computes that many of them, and
-    programs are ordered by heads first. Writes parts (tokens, heads, num_parts, value_dim), and in
-    sums (tokens, heads, num_parts, 2) the largest score and the sum of exponentials relative to it.
-    `line_dim` is the distance between values. With `prompt_lengths` (n_tokens,) tokens see that
-    many first positions besides their window; with `states` (heads, n_tokens, bias_dim) scores have
-    a weighted sum of `profiles` (bias_dim, extent) by distance.
+    If `value_width` is less than `value_dim`, a program computes `value_width` of the values'
+    dimensions, and the programs of one group of heads are neighbours. Writes parts (tokens, heads,
+    num_parts, value_dim), and in sums (tokens, heads, num_parts, 2) the largest score and the sum
+    of exponentials relative to it. `line_dim` is the distance between lines of values. With
+    `prompt_lengths` (n_tokens,), each token sees that many first positions besides its window. With
+    `states` (heads, n_tokens, bias_dim), a weighted sum of `profiles` (bias_dim, extent) at each
+    key's distance is added to the scores.
     """
     group: constexpr = num_heads // num_kv_heads
     tiles: constexpr = (group + block_heads - 1) // block_heads
@@ -276,8 +279,8 @@ def join_parts(
 ) -> None:
     """Write out (n_tokens, heads, value_dim). A program is (columns, head, token).
 
-    `sinks` (heads,), or (n_tokens, heads) `sink_stride` apart, take a share of the softmax without
-    a value.
+    `sinks` (heads,), or (n_tokens, heads) with `sink_stride`, take a share of the softmax but have
+    no values.
     """
     head, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
     line, part = token * num_heads + head, tl.arange(0, num_parts)

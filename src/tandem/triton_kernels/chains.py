@@ -1,7 +1,7 @@
 """Chains of elementwise operations, each as one launch: activations, gates, decays.
 
-A chain is a list of steps over a few tensors; a kernel is compiled for each kind of chain. Results
-are rounded where torch rounds them, to the dtype of each step.
+A chain is a list of steps over a few tensors; a kernel is compiled for each different chain. Each
+step's result is rounded to the step's dtype, as torch rounds it.
 """
 
 import itertools
@@ -35,14 +35,14 @@ class Chain(NamedTuple):
     first: tuple[int, ...]
     """The index of each step's first operand."""
     second: tuple[int, ...]
-    """The index of the second operand; the first again for steps with one operand."""
+    """The index of each step's second operand; for steps with one operand, that of the first."""
     dtypes: tuple[int, ...]
-    """The rounding of each step's result: 0 fp32, 1 bf16, 2 fp16."""
+    """The dtype to which each step's result is rounded: 0 fp32, 1 bf16, 2 fp16."""
     numbers: tuple[float, ...]
 
 
 def dtype_code(dtype: torch.dtype) -> int | None:
-    """Return a chain's code for a dtype; None: it is not supported."""
+    """Return a chain's code for a dtype; None: the dtype is not supported."""
     return _DTYPES.get(dtype)
 
 
@@ -146,7 +146,7 @@ def strides_in(x: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
 def chain(
     sources: Sequence[Tensor], steps: Chain, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Return the last step's values, in a shape to which the sources broadcast evenly."""
+    """Return the last step's values in `shape`; `strides_in` must not be None for any source."""
     result: Tensor = _chain(list(sources), *map(list, steps), list(shape), dtype)
     return result
 

@@ -1,4 +1,4 @@
-"""Sums computed rows to tokens in the router's order, which is the CPU's order too."""
+"""Adds up the computed rows of each token in the router's order, which is also the CPU's order."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
 """Compressed windows of tokens: stores a step's tokens, and computes keys at the ends of windows.
 
-See `tandem.kernels.device_compression`. Tokens of the same window and step are read from the step,
-because other programs write them to the ring meanwhile.
+See `tandem.kernels.device_compression`. A window's tokens that belong to the present step are read
+from the step's inputs, because other programs write them to the ring at the same time.
 """
 
 import triton
@@ -14,7 +14,7 @@ def _keep(
     values: tensor, gates: tensor, bias: tensor, ring: tensor, position: tensor, col: tensor,
     is_dim: tensor, ratio: constexpr, num_series: constexpr, kept: constexpr, dim: constexpr,
 ) -> None:  # fmt: skip
-    """Write some columns of a token to its slot's ring, gates with their bias."""
+    """Write some columns of a token's values, and of its gates plus bias, to its slot's ring."""
     width: constexpr = num_series * dim
     for series in tl.static_range(num_series):
         at = series * dim + col
@@ -33,9 +33,10 @@ def _window_key(
     ratio: constexpr, num_series: constexpr, kept: constexpr, dim: constexpr,
     block_tokens: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return some columns of the key of the window that a token ends: values by their gates.
+    """Return some columns of the key of the window that a token ends: values weighted by gates.
 
-    Of two series the first is of the window before.
+    With two series, the previous window's tokens use the first series, and this window's tokens the
+    second.
     """
     span: constexpr = num_series * ratio
     width: constexpr = num_series * dim
@@ -71,7 +72,8 @@ def compress_tokens(
     """Write out (n_tokens, dim), zeros where a token ends no window. A program is (columns, token).
 
     `values` and `gates` are (n_tokens, series * dim), `bias` (ratio, series * dim), `rings` (slots,
-    kept, 2, series * dim). A token's window does not reach what a step's other tokens overwrite.
+    kept, 2, series * dim). `kept` must be so large that a step's tokens do not overwrite entries
+    that another token's window reads.
     """
     token = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * block_dim + tl.arange(0, block_dim)

@@ -1,4 +1,4 @@
-"""Decode attention on a GPU: launches `attention` and `windows`, and never waits.
+"""Decode attention on a GPU: launches the kernels of `attention` and `windows`, and never waits.
 
 A step's launches depend on its shapes alone, not on the lengths of texts or the addresses of keys.
 """
@@ -49,7 +49,7 @@ def _append_and_attend(
     chunk: int = 0,
     is_prompt: bool = False,
 ) -> Tensor:
-    """Compute `__call__` as one torch operation; writes memory that `where` points to."""
+    """Compute `DecodeAttention.__call__` as one torch operation; writes to addresses in `where`."""
     form = AttentionForm(
         num_heads=query.shape[0], num_kv_heads=key.shape[0], key_dim=key.shape[2],
         value_dim=value_dim, scale=scale, softcap=softcap, window=window,
@@ -83,7 +83,7 @@ def _append_and_attend_in_windows(
     num_processors: int,
     has_small_tiles: bool,
 ) -> Tensor:
-    """Compute `in_windows` as one torch operation; writes memory that `where` points to."""
+    """Compute `in_windows` as one torch operation; writes to addresses in `where`."""
     num_heads, num_tokens, dim = query.shape
     query, key = _dense_lines(query), _dense_lines(key)
     new = key if compressed is None else _dense_lines(compressed)
@@ -110,11 +110,11 @@ def _append_and_attend_in_windows(
 class DecodeAttention:
     """Attends by splitting the keys among enough programs to keep a GPU busy.
 
-    In a step this is one torch operation, so that recordings and captures see it.
+    Each layer's attention is one torch operation, so that recordings and captures see it.
     """
 
     def __init__(self, num_processors: int, *, has_small_tiles: bool = False) -> None:
-        """Launch for a GPU with `num_processors`; small tiles fit in 64 KiB of shared memory."""
+        """Prepare for a GPU with `num_processors`; small tiles fit in 64 KiB of shared memory."""
         self._num_processors, self._has_small_tiles = num_processors, has_small_tiles
 
     def __call__(
@@ -159,9 +159,9 @@ class DecodeAttention:
         """Append tokens to their slots' rings and attend; see `triton_kernels.windows`.
 
         Tensors are those of `store` and `attend`, but keys are also values. `compressed` (1,
-        n_tokens, dim) has a key for tokens that end a window of `ratio` tokens. `chosen` (n_tokens,
-        most) has the numbers of keys that tokens see beside their window, -1 where there are fewer;
-        None: all before them.
+        n_tokens, dim) has a compressed key for each token that ends a window of `ratio` tokens.
+        `chosen` (n_tokens, most) has the numbers of the compressed keys that each token sees beside
+        its window, padded with -1; None: each token sees all compressed keys before it.
         """
         result: Tensor = _append_and_attend_in_windows(
             where, slots, positions, query, key, compressed, chosen, sinks, kind, ring, ratio,
@@ -183,8 +183,9 @@ class DecodeAttention:
         most: int,
         length: int,
     ) -> Tensor:
-        """Store tokens' index keys, and select some before each; see
-        `triton_kernels.index_keys`.
+        """Store tokens' index keys, and select the best keys before each token.
+
+        See `triton_kernels.index_keys`.
         """
         result: Tensor = select_keys(
             keys, slots, positions, key, query, weights, block, scale, most, length
@@ -203,7 +204,7 @@ class DecodeAttention:
         most: int,
         first: int,
     ) -> Tensor:
-        """Tell which keys a prompt's tokens see; see `triton_kernels.index_keys`."""
+        """Return which keys each token of a prompt sees; see `triton_kernels.index_keys`."""
         return select_prompt_keys(keys, positions, query, weights, block, scale, most, first)
 
     def store(
@@ -212,7 +213,7 @@ class DecodeAttention:
         """Append tokens to their slots; key and value are (KV heads, n_tokens, dim).
 
         `where` is as in `triton_kernels.attention`, `slots` and `positions` are (n_tokens,) int64.
-        A `value` without dimensions is part of the key.
+        A `value` with 0 dimensions is part of the key.
         """
         num_heads, num_tokens, key_dim = key.shape
         key, value = _dense_lines(key), _dense_lines(value)
@@ -238,12 +239,13 @@ class DecodeAttention:
         bias: DistanceBias | None = None,
         is_prompt: bool = False,
     ) -> Tensor:
-        """Return (n_tokens, heads, value_dim) of queries (heads, n_tokens, key_dim), as they are.
+        """Return results (n_tokens, heads, value_dim) for queries (heads, n_tokens, key_dim).
 
-        Each token sees its slot's positions up to and with its own. Without `has_values` the
-        values are the first dimensions of the keys. With `prompt_lengths` (n_tokens,) a token sees
-        all of its slot's prompt besides a window. `sinks` are (heads,) or (n_tokens, heads). With
-        `is_prompt` all tokens are of one slot, and a program reads its keys for several of them.
+        Each token sees its slot's positions up to and including its own. Without `has_values`, the
+        values are the first dimensions of the keys. With `prompt_lengths` (n_tokens,), a token sees
+        all of its slot's prompt besides its window. `sinks` are (heads,) or (n_tokens, heads). With
+        `is_prompt`, all tokens must be of one slot, and a program reads its keys for several of
+        these tokens.
         """
         num_heads, num_tokens, _ = query.shape
         query, group = _dense_lines(query), num_heads // form.num_kv_heads
@@ -276,7 +278,7 @@ class DecodeAttention:
 
 
 def _sizes(form: AttentionForm, kind: str, *, has_values: bool) -> dict[str, Any]:
-    """Return what a kernel is compiled for: a form, and how keys and values are kept."""
+    """Return the constants that a kernel is compiled for: the form, and the kind of storage."""
     return {
         "num_heads": form.num_heads, "num_kv_heads": form.num_kv_heads, "key_dim": form.key_dim,
         "value_dim": form.value_dim, "line_dim": form.value_dim if has_values else form.key_dim,
@@ -286,7 +288,7 @@ def _sizes(form: AttentionForm, kind: str, *, has_values: bool) -> dict[str, Any
 
 
 def _rows_of_prompt(group: int, value_width: int, most: int) -> tuple[int, int]:
-    """Return the heads and the tokens whose queries are a program's rows, powers of two.
+    """Return the number of heads and of tokens in a program's rows, both powers of two.
 
     `group` is the number of heads that share a key; there are at most `most` rows.
     """
@@ -296,7 +298,7 @@ def _rows_of_prompt(group: int, value_width: int, most: int) -> tuple[int, int]:
 
 
 def _num_parts(num_processors: int, num_programs: int, most: int = _MOST_PARTS) -> int:
-    """Return the number of parts to split keys into, a power of two; at most `most`."""
+    """Return how many parts to split keys into: at most `most`, rounded up to a power of two."""
     wanted = -(-_PROGRAMS_EACH * num_processors // num_programs)
     return 1 << (max(1, min(most, wanted)) - 1).bit_length()
 
@@ -334,9 +336,10 @@ def _of_bias(bias: DistanceBias | None) -> _OfBias:
 
 
 def _blocks(form: AttentionForm, dtype: torch.dtype, *, has_small_tiles: bool) -> dict[str, int]:
-    """Return the sizes of a program's blocks, which fit in 99 KiB, or in 64 without spills.
+    """Return the sizes of a program's blocks, which fit in 99 KiB of shared memory.
 
-    In the latter case a program has half of the elements, and few of the values' dimensions.
+    Small tiles fit in 64 KiB and do not spill registers: a program has half as many elements, and
+    at most `_SMALL_WIDTH` of the values' dimensions.
     """
     piece = form.key_dim & -form.key_dim  # the largest power of two in it
     width = _width(form.value_dim)
@@ -355,8 +358,9 @@ def _blocks(form: AttentionForm, dtype: torch.dtype, *, has_small_tiles: bool) -
 def _window_blocks(kind: str, dtype: torch.dtype, *, has_small_tiles: bool) -> dict[str, int]:
     """Return the sizes of a program's blocks, like `_blocks`, for keys of up to 512 dimensions.
 
-    In fp32, and in small tiles, matrix units are not used, and operands are in fp32. Keys of the
-    next block are prefetched if they need no conversion; otherwise there are too few registers.
+    With fp32 queries or small tiles, products do not use matrix units, and operands are fp32. The
+    keys of the next block are prefetched only if keys need no conversion, because a conversion
+    leaves too few registers.
     """
     if has_small_tiles or dtype == torch.float32:
         heads = _BLOCK_HEADS // (2 if has_small_tiles else 1)
@@ -370,5 +374,5 @@ def _width(dim: int) -> int:
 
 
 def _dense_lines(tensor: Tensor) -> Tensor:
-    """Return (heads, n_tokens, dim) with contiguous lines."""
+    """Return a tensor (heads, n_tokens, dim), copied unless its lines are contiguous."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()

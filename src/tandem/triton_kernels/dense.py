@@ -1,6 +1,4 @@
-"""One packed matrix on a GPU: nn.Linear's product, with kernels shared by all layers of a
-format.
-"""
+"""Products of nn.Linear with packed matrices on a GPU; all layers of a format share kernels."""
 
 import functools
 from collections.abc import Sequence
@@ -79,7 +77,7 @@ def _packed_linear(
     out_features: int,
     has_bias: bool,
 ) -> Tensor:
-    """Multiply rows (n, in_features); one operation of torch, so that recordings see it."""
+    """Multiply rows (n, in_features) in one torch operation, so that recordings see it."""
     out = torch.empty(len(x), out_features, dtype=x.dtype, device=x.device)
     if len(x):
         fmt = find_format(format_name)
@@ -96,7 +94,7 @@ def _packed_linear(
 
 
 MOST_TOGETHER = 3
-"""The most layers in one launch."""
+"""The largest number of layers in one launch."""
 
 
 def can_join(rows: int, *weights: DeviceWeight) -> bool:

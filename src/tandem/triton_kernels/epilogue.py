@@ -1,4 +1,4 @@
-"""What comes between an expert's two projections, in registers: bias and activation."""
+"""The operations between an expert's two projections, in registers: bias and activation."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ PLAIN = constexpr(-1)
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What follows an expert's first projection; kernels are compiled for each value."""
+    """The operations after an expert's first projection; kernels are compiled for each epilogue."""
 
     activation: int
     is_gated: bool

@@ -1,6 +1,7 @@
-"""All experts of a batch in two launches: up with its activation, then down. Never waits.
+"""All experts of a batch in two launches: up projection with activation, then down projection.
 
-Does no costly checks: the executor guarantees addresses, rows and tokens.
+Launches never wait. There are no costly checks: the executor must pass valid addresses, rows and
+tokens.
 """
 
 import functools
@@ -36,10 +37,11 @@ class Tiling(NamedTuple):
 
 
 class Tilings(NamedTuple):
-    """The tilings of both regimes; large ones are for tiles of 128 rows.
+    """The tilings of the vector and the matrix kernels; `..._large` are for tiles of 128 rows.
 
-    `ordinary` are for products on ordinary cores, which keep a tile's columns in registers: 32
-    columns of fp32 spill, and 64 take 120 KiB of shared memory, more than a consumer card has.
+    `ordinary` and `ordinary_large` are for products on ordinary cores, which keep a tile's columns
+    in registers: 32 columns of fp32 spill, and 64 columns take 120 KiB of shared memory, more than
+    a consumer card has.
     """
 
     vector: Tiling = Tiling(VECTOR_LANES, 512, 4)
@@ -99,8 +101,8 @@ class TritonExperts:
     ) -> None:
         """Prepare to launch; kernels are compiled on first launch, and Triton caches them on disk.
 
-        `has_matrix_units` tells whether Triton can use the GPU's matrix units: from capability 8.0
-        on.
+        `has_matrix_units` tells whether Triton can use the GPU's matrix units, as it can from
+        compute capability 8.0 on.
         """
         self.tilings = tilings
         self.has_matrix_units = has_matrix_units
@@ -116,8 +118,8 @@ class TritonExperts:
     ) -> None:
         """Write one fp32 row per (token, expert) to `out` (n_rows, hidden_size).
 
-        `hidden` is (n_tokens, hidden_size) bf16, fp16 or fp32 and contiguous. With `activation`
-        None, `activate` maps [gate; up] rows in the dtype of `hidden` to the inner ones.
+        `hidden` must be (n_tokens, hidden_size) bf16, fp16 or fp32 and contiguous. If `activation`
+        is None, `activate` must map rows of [gate; up], in the dtype of `hidden`, to inner rows.
         """
         has_few_tokens = rows.block_rows == 0
         dtype = torch.float32 if has_few_tokens and activation is not None else hidden.dtype
@@ -134,7 +136,8 @@ class TritonExperts:
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
         """Write sum over k of weight * row to `out` (n_tokens, hidden_size), first to last.
 
-        `row_of` (n_tokens, top_k) int32; -1 adds nothing. All on one device, contiguous.
+        `row_of` is (n_tokens, top_k) int32, where -1 adds nothing. All tensors must be contiguous
+        and on one device.
         """
         num_tokens, top_k = row_of.shape
         num_cols = rows.shape[1]
@@ -210,11 +213,11 @@ def _down(layout: ExpertLayout) -> tuple[Packed, Extent]:
 
 @functools.lru_cache(maxsize=64)
 def table_on(values: tuple[float, ...], lines_of: int, device: torch.device) -> Tensor | None:
-    """Return a format's table of codes on a device; None if it has none.
+    """Return a format's table of codes on a device; None for a format without a table.
 
-    fp16: every number of a table is exact in it, and its loads are not staged in shared memory. The
-    16 numbers are followed by the lines of the grid of format `lines_of`, as int32: four-bit codes,
-    in the dword order of `iq4_xs` for eight columns, or for its first four.
+    The table is fp16, in which all its numbers are exact, and whose loads are not staged in shared
+    memory. Its 16 numbers are followed by the lines of the grid of format `lines_of`, as int32:
+    four-bit codes in the dword order of `iq4_xs`, for eight columns or for the first four.
     """
     if not values:
         return None

@@ -1,26 +1,27 @@
 """A layer of a decode step in one graph: the GPU computes its hits, the host its misses.
 
-    publish   looks the chosen experts up, writes the layer's mailbox in mapped host memory
-      -> the doorbell: publish itself (`rings`), or a stream's write after it
-      -> where the next layer's router is asked ahead: `ask` and `publish_guess`, without a
-         wait for them
-      -> hits: the vector kernels on the addresses that publish has used; 0 is no expert
-      -> where misses may be fetched, `take_fetched`: waits as combine does, if anything misses, and
-         brings the addresses that the host has answered with; then the same vector kernels on these
-      -> combine: waits for `done` (`waits`; otherwise a stream's wait precedes it); rows of the GPU
-         and rows of the host, added in the router's order
+    publish   looks up the chosen experts, and writes the layer's mailbox in mapped host memory
+      -> the doorbell: publish rings it (`rings`), or a stream writes it after publish
+      -> where the next layer's router is run ahead: `ask` and `publish_guess`, for which
+         nothing waits
+      -> hits: the vector kernels on the addresses that publish found; 0 means no expert
+      -> where misses may be fetched, `take_fetched`: with misses, it waits as combine does, and
+         reads the addresses in the host's answer; then the vector kernels on these addresses
+      -> combine: waits for `done` (if `most` > 0; otherwise a stream waits before it), and adds up
+         rows of the GPU and rows of the host in the router's order
 
-The mailbox's bytes are csrc/coordinator/mailbox.hpp. Ordering: `publish` is one program. The host
-sees its writes before the doorbell, because the kernel has ended by then; where it rings itself, a
-barrier and a system-wide fence separate them. `combine` reads the host's writes uncached, after a
-fence if it has waited itself. Doorbell and `done` are plain stores and loads: atomic operations on
-host memory would take a round trip.
+The mailbox's bytes are those of csrc/coordinator/mailbox.hpp. Ordering: `publish` is one program.
+The host sees its writes before the doorbell: a stream writes the doorbell after the kernel has
+ended; if `publish` rings it, a barrier and a system-wide fence precede it. `combine` reads the
+host's writes uncached, after a fence if it has waited itself. Doorbell and `done` are plain stores
+and loads, because atomic operations on host memory would take a round trip.
 
-No wait is for ever: a stopped process, or a driver that launches one kernel at a time, would hold
-the GPU, and some drivers end a program whose kernel runs for seconds. The first program of
-`combine` reads `done`, the others `turn`, a word of the device: 0 when a step begins, the layer's
-number once the host has answered it, -1 after the first wait that timed out. Later layers then do
-not wait, results become NaN, and `given_up` tells the host at the step's end.
+Every wait has a limit. Without it, a stopped process, or a driver that launches one kernel at a
+time, would block the GPU, and some drivers kill a program whose kernel runs for seconds. The first
+program of `combine` reads `done`; its other programs read `turn`, a word in device memory. `turn`
+is 0 when a step begins, the layer's number once the host has answered that layer, and -1 after the
+first wait that timed out. Later layers then do not wait, results become NaN, and `given_up` tells
+the host so at the end of the step.
 """
 
 import triton
@@ -35,7 +36,7 @@ _LOST = constexpr(-1)
 
 @triton.jit
 def ring(doorbell: tensor, on_gpu: constexpr) -> None:
-    """Set a word after all writes of this program, in the order that the host sees."""
+    """Set a word to 1 so that the host sees all earlier writes of this program before it."""
     tl.debug_barrier()  # all threads' writes come before the ring
     if on_gpu:
         tl.inline_asm_elementwise(
@@ -48,8 +49,8 @@ def ring(doorbell: tensor, on_gpu: constexpr) -> None:
 def wait_for(word: tensor, wanted: tensor, most: constexpr, on_gpu: constexpr) -> tensor:
     """Wait, within a limit, until a word is `wanted` or -1; return its value.
 
-    Earlier writes are visible afterwards. `most` is in nanoseconds of the GPU's clock; in the
-    interpreter, which has no clock and no pauses, it is a number of reads.
+    The host's writes before it are visible afterwards. The limit `most` is in nanoseconds of the
+    GPU's clock; in the interpreter, which has no clock and no pauses, it is a number of reads.
     """
     value = tl.load(word, volatile=True)
     if on_gpu:
@@ -82,8 +83,8 @@ def wait_for_host(
 ) -> tensor:
     """Wait until the host has answered the layer of this number; return whether it has.
 
-    The first program reads host memory, and sets a word for the others: reads of all waiting
-    programs would share the link with copies.
+    Only the first program reads host memory; it sets the word `turn` for the other programs. Reads
+    of all waiting programs would share the link with copies.
     """
     state = tl.load(turn, volatile=True)
     if tl.program_id(0) + tl.program_id(1) == 0:
@@ -121,11 +122,12 @@ def publish(
     rings: constexpr,
     on_gpu: constexpr,
 ) -> None:
-    """Hand a layer over: one program.
+    """Publish a layer: write its choice and hits to the mailbox. There is one program.
 
-    The router's choice and weights are (rows, top_k), `hidden` (rows, hidden_size), `address_of`
-    (num_experts,) int64; `addresses` (rows * top_k,) int64 is what the hits read. The others are
-    the layer's mailbox and `shared_hidden`, all layers' own. Each entry of the table is read once.
+    The router's choice and weights are (rows, top_k), `hidden` is (rows, hidden_size), `address_of`
+    (num_experts,) int64. The kernels of the hits read `addresses` (rows * top_k,) int64. The other
+    tensors are the layer's mailbox, and `shared_hidden`, which all layers share. An entry of
+    `address_of` is read once per routed token, so that all later kernels use the same address.
     """
     place = tl.arange(0, choice_width)
     is_there = place < num_choices
@@ -170,7 +172,7 @@ def ask(
     """Write weight (num_experts, num_cols) @ (hidden + residual) + bias to scores (rows, experts).
 
     `hidden` is (rows, num_cols), `residual` (num_cols,) fp32. A program is (some experts, row).
-    `scoring` is applied ahead of the bias: 0 nothing, 1 a sigmoid, 2 the root of a softplus.
+    `scoring` is applied before the bias is added: 0 nothing, 1 a sigmoid, 2 the root of a softplus.
     """
     row = tl.program_id(1).to(tl.int64)
     expert = tl.program_id(0) * block_experts + tl.arange(0, block_experts)
@@ -207,9 +209,10 @@ def publish_guess(
     width: constexpr,
     on_gpu: constexpr,
 ) -> None:
-    """Publish the largest of scores (rows, num_scores) as the next layer's choice: one program.
+    """Publish the experts with the largest scores (rows, num_scores) as the next layer's guess.
 
-    Rows whose own choice `top_k_index` (rows, top_k) begins with padding are idle, and guess none.
+    Rows whose own choice in `top_k_index` (rows, top_k) begins with padding get -1 as guesses.
+    There is one program.
     """
     place = tl.arange(0, width)
     for row in range(num_rows):
@@ -242,11 +245,12 @@ def take_fetched(
     most: constexpr,
     on_gpu: constexpr,
 ) -> None:
-    """Look up where misses that the host has copied meanwhile are: one program, after the hits.
+    """Read the addresses of misses that the host has copied to the GPU, after the hits.
 
-    `fetched` is the layer's mailbox, `brought` (rows * top_k,) int64 is what a second launch reads,
-    0 where the host has computed the row. `addresses` has both together, for `combine`. A layer
-    without misses does not wait. `most` and `number` are as in `combine`.
+    There is one program. `fetched` is in the layer's mailbox. The second launch of the vector
+    kernels reads `brought` (rows * top_k,) int64, which is 0 where the host has computed the row.
+    The new addresses are also added to `addresses`, for `combine`. A layer without misses does not
+    wait. `most` and `number` are as in `combine`.
     """
     place = tl.arange(0, choice_width)
     is_there = place < num_choices
@@ -285,14 +289,14 @@ def combine(
 ) -> None:
     """Write sum over k of weight * row, first to last, to out (rows, num_cols).
 
-    With `most` (see `wait_for`), otherwise 0, it waits for the host; `number` is the layer's, from
-    1 on.
+    If `most` (see `wait_for`) is not 0, it waits for the host; `number` is the layer's number,
+    counted from 1.
 
-    `rows` and `results` are (rows * top_k, num_cols) fp32: the GPU's where an address was used, the
-    host's where an expert had none; padding adds nothing. A program is (block of columns, row).
-    Each product and each sum is rounded by itself, as on the CPU, if it is compiled so. All rows
-    are requested before the first is added, because the host's rows take a microsecond each over
-    the link.
+    `rows` (the GPU's) and `results` (the host's) are (rows * top_k, num_cols) fp32. A routed token
+    with an address uses `rows`, an expert without an address `results`; padding adds nothing. A
+    program is (block of columns, row). Each product and each sum is rounded separately, as on the
+    CPU, if the kernel is compiled without fused multiply-add. All rows are requested before the
+    first is added, because each of the host's rows takes a microsecond over the link.
     """
     token = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * block_cols + tl.arange(0, block_cols)

@@ -26,7 +26,7 @@ def multiply_streams(
     streams: tensor, matrix: tensor, sums: tensor, num_values: constexpr, num_rows: constexpr,
     num_parts: constexpr, block_rows: constexpr, block_values: constexpr,
 ) -> None:  # fmt: skip
-    """Write sums (tokens, parts, rows + 1), the last of squares. A program is (part, token)."""
+    """Write sums (tokens, parts, rows + 1), the last one of squares. A program is (part, token)."""
     token = tl.program_id(1).to(tl.int64)
     row, value = tl.arange(0, block_rows), tl.arange(0, block_values)
     value += tl.program_id(0) * block_values
@@ -45,7 +45,7 @@ def _rows(
     sums: tensor, base: tensor, scale: tensor, row: tensor, is_row: tensor, num_rows: constexpr,
     num_parts: constexpr, block_parts: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return scale times some rows' products, plus their base."""
+    """Return some rows' products (the sums of all parts) times scale, plus their base."""
     part = tl.arange(0, block_parts)
     mask = (part < num_parts)[:, None] & is_row[None, :]
     parts = tl.load(sums + part[:, None] * (num_rows + 1) + row[None, :], mask=mask, other=0.0)
@@ -57,9 +57,9 @@ def _rows(
 def _mixture(
     rows: tensor, is_there: tensor, num_rounds: constexpr, eps: constexpr, size: constexpr
 ) -> tensor:
-    """Return a doubly stochastic matrix (size, size) of concatenated rows.
+    """Return a doubly stochastic matrix (size, size) made from concatenated rows.
 
-    Missing rows and columns are those of the identity.
+    Where `is_there` is false, it has the rows and columns of the identity.
     """
     rows, is_there = tl.reshape(rows, (size, size)), tl.reshape(is_there, (size, size))
     rest = tl.where(tl.arange(0, size)[:, None] == tl.arange(0, size)[None, :], 1.0, 0.0)
@@ -82,7 +82,7 @@ def weigh_streams(
     output_eps: constexpr, block_parts: constexpr, block_streams: constexpr,
     block_cols: constexpr,
 ) -> None:  # fmt: skip
-    """Write out (tokens, dim), and weights (tokens, rows - streams) of the way back.
+    """Write out (tokens, dim), and the weights (tokens, rows - streams) for `add_streams`.
 
     A program is (columns, token).
     """
@@ -130,8 +130,9 @@ def add_streams(
     y: tensor, weights: tensor, streams: tensor, out: tensor, num_streams: constexpr,
     dim: constexpr, block_streams: constexpr, block_cols: constexpr,
 ) -> None:  # fmt: skip
-    """Write out (tokens, streams, dim), rounded as the models round. A program is (columns,
-    token).
+    """Write out (tokens, streams, dim), rounded as in the models' own code.
+
+    A program is (columns, token).
     """
     token = tl.program_id(1).to(tl.int64)
     dtype: constexpr = out.dtype.element_ty

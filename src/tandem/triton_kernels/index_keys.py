@@ -1,13 +1,13 @@
-"""An indexer's step: its keys are stored, the keys of a token's slot scored, and the best selected.
+"""An indexer's step: stores its keys, scores the keys of each token's slot, and selects the best.
 
-    store_index_keys    appends the key that a token brings
+    store_index_keys    appends each token's key
     score_index_keys    each program: some keys of a token's slot, by all heads
     score_prompt_keys   each program: some keys of a slot for some of its prompt's tokens
     select_index_keys   each program: the numbers of a token's best keys, ascending
 
 The rules are those of `tandem.kv_cache.index_keys` for keys that stand for a block of tokens
-(DeepSeek-V4). There are three launches because a token's own key, and those of other tokens of its
-slot in the step, are scored too.
+(DeepSeek-V4). There are three launches, because all of a step's keys must be stored before they are
+scored, and all keys of a slot must be scored before the best are selected.
 """
 
 import triton
@@ -31,7 +31,7 @@ def store_index_keys(
 ) -> None:  # fmt: skip
     """Append each token's key to `keys` (slots, room, dim) fp32. A program is a token.
 
-    The last place of a slot has the keys of tokens that end no block.
+    Keys of tokens that end no block are written to the slot's last place.
     """
     token = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, width)
@@ -51,8 +51,8 @@ def score_index_keys(
 ) -> None:  # fmt: skip
     """Write sum over heads of weight * relu(scale * query . key) to scores (tokens, num_scores).
 
-    It scores the whole blocks before a token, its own included; other scores are unchanged. A
-    program is (some keys, token).
+    The complete blocks up to a token are scored, including a block that the token ends; other
+    scores are unchanged. A program is (some keys, token).
     """
     token = tl.program_id(1).to(tl.int64)
     number = tl.program_id(0) * block_keys + tl.arange(0, block_keys)
@@ -85,9 +85,10 @@ def score_prompt_keys(
     num_scores: tensor, scale: constexpr, block: constexpr, num_heads: constexpr, dim: constexpr,
     width: constexpr, block_keys: constexpr, block_tokens: constexpr,
 ) -> None:  # fmt: skip
-    """Do what `score_index_keys` does for tokens from position `first` on of a slot.
+    """Compute the scores of `score_index_keys` for a slot's tokens from position `first` on.
 
-    Its `keys` are (room, dim). A program is (some keys, some tokens), so that these share the keys.
+    The slot's `keys` are (room, dim). A program is (some keys, some tokens), so that these tokens
+    share the loads of keys.
     """
     token = tl.program_id(1) * block_tokens + tl.arange(0, block_tokens)
     number = tl.program_id(0) * block_keys + tl.arange(0, block_keys)
@@ -114,9 +115,9 @@ def score_prompt_keys(
 
 @triton.jit
 def _codes(scores: tensor, number: tensor, num_whole: tensor) -> tensor:
-    """Return scores as 32-bit integers in int64 of the same order.
+    """Return 32-bit integers (in int64) that have the same order as the scores.
 
-    NaN counts as infinite. Scores after the whole blocks are 0.
+    NaN counts as infinite. Numbers from `num_whole` on get the integer 0.
     """
     score = tl.load(scores + number, mask=number < num_whole, other=0.0)
     score = tl.where(score != score, _INFINITY, score)
@@ -128,9 +129,9 @@ def _codes(scores: tensor, number: tensor, num_whole: tensor) -> tensor:
 
 @triton.jit
 def _threshold(scores: tensor, num_whole: tensor, most: tensor, block_scores: constexpr) -> tensor:
-    """Return the code of the least selected score, and how many of this code are selected.
+    """Return the code of the least selected score, and how many scores with this code are selected.
 
-    It is found eight bits at a time, from the highest, by counting digits.
+    The code is found eight bits at a time, from the highest, by counting digits.
     """
     digits = tl.arange(0, _DIGITS)
     code = (num_whole - num_whole).to(tl.int64)  # the bits found so far
@@ -155,12 +156,12 @@ def select_index_keys(
     scores: tensor, positions: tensor, chosen: tensor, num_scores: tensor, most: tensor,
     block: constexpr, block_scores: constexpr, marks: constexpr,
 ) -> None:  # fmt: skip
-    """Write the numbers of the best keys to chosen (tokens, most), -1 where there are fewer.
+    """Write the numbers of the best keys to chosen (tokens, most), padded with -1.
 
-    They are chosen among the whole blocks before a token, by scores (tokens, num_scores); among
-    equal ones the first. If there are at most `most` of them, scores are not read. A program is a
-    token. With `marks` the best are set to 1 in chosen (tokens, num_scores), where all others are
-    already 0.
+    They are chosen among the complete blocks up to a token, by scores (tokens, num_scores); of
+    equal scores the first are chosen. If there are at most `most` such blocks, scores are not read.
+    A program is a token. With `marks`, the best keys are instead set to 1 in chosen (tokens,
+    num_scores), which must contain zeros.
     """
     token = tl.program_id(0).to(tl.int64)
     num_whole = ((tl.load(positions + token) + 1) // block).to(tl.int32)

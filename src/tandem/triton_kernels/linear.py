@@ -1,7 +1,7 @@
-"""One packed matrix times some rows, of any shape: linear layers of a format share kernels.
+"""Products of rows with a packed matrix of any shape: linear layers of a format share kernels.
 
-Shapes are arguments; otherwise a model would compile a kernel for each shape. For the same reason
-the compiler must not specialise on the alignment of some arguments.
+Shapes are arguments, because otherwise a kernel would be compiled for each of a model's shapes. For
+the same reason, the compiler must not specialise on the alignment of some arguments.
 """
 
 import triton
@@ -42,7 +42,8 @@ def few_rows(
 ) -> None:
     """Write x (num_rows, num_cols) @ matrix.T to out (num_rows, num_outputs); 32 lanes a program.
 
-    `image` has codes, scales and the bias of `num_biased` blocks; num_rows is at most num_tokens.
+    `image` has codes, scales and the bias of `num_biased` blocks; num_rows must be at most
+    num_tokens.
     """
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
     layer = out, image.to(tl.int64), num_outputs, num_blocks, num_biased, scales_offset, bias_offset
@@ -64,7 +65,7 @@ def _lanes_of_few_rows(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Write some lanes of a layer whose image is at an address, like `few_rows`."""
+    """Compute some lanes of one layer as `few_rows` does; `layer` has the layer's arguments."""
     out, address, num_outputs, num_blocks, num_biased, scales_offset, bias_offset = layer
     block, lane = lanes // 16, lanes % 16
     data = section(address, 0, tl.int32)
@@ -116,9 +117,10 @@ def few_rows_of_three(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Do the same as `few_rows` for up to three layers with one input; a missing one has 0 blocks.
+    """Compute `few_rows` for up to three layers with one input; a missing layer has 0 blocks.
 
-    The layers' arguments are separate, because Triton would compile a tuple of them for its values.
+    The layers' arguments are separate, because Triton would compile a kernel for each tuple's
+    values.
     """
     first_b = (num_blocks + 1) // 2  # one program has 32 lanes, which are two blocks
     first_c = first_b + (num_blocks_b + 1) // 2
@@ -166,7 +168,7 @@ def many_rows(
     block_chunks: constexpr,
     precision: constexpr,
 ) -> None:
-    """Do the same as `few_rows`; a program is (block of lanes, block of rows)."""
+    """Compute the same product as `few_rows`; a program is (block of lanes, block of rows)."""
     row = (tl.program_id(1) * block_rows + tl.arange(0, block_rows)).to(tl.int64)
     is_row = row < num_rows
     lanes = tl.program_id(0) * block_lanes + tl.arange(0, block_lanes)

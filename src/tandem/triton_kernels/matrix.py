@@ -1,8 +1,8 @@
-"""Many tokens per expert: weights become bf16 (or fp16) in registers and go to the matrix units.
+"""Many tokens per expert: weights become bf16 or fp16 in registers, for products on matrix units.
 
-A program computes a tile of `block_rows` rows of one expert times `block_lanes` lanes of its
-matrix. Tiles of all experts are one launch: tile i is of expert `tile_expert[i]`, from row
-`tile_first[i]` on. Sums are fp32.
+A program computes a tile: `block_rows` rows of one expert times `block_lanes` lanes of its matrix.
+All experts' tiles are computed by one launch: tile i belongs to expert `tile_expert[i]` and begins
+at row `tile_first[i]`. Sums are fp32.
 """
 
 import triton
@@ -34,7 +34,7 @@ def _weights(
     block_lanes: constexpr,
     block_chunks: constexpr,
 ) -> tensor:
-    """Return the lanes' weights of some chunks, (columns, lanes) fp32."""
+    """Return the weights of some lanes and chunks, (columns, lanes) fp32."""
     place = tl.arange(0, packed.per_chunk)[None, :, None]
     low, high = load_words(data, block, lane, chunk, num_blocks, num_chunks, table, packed)
     values = biased_values(low[:, None, :], high[:, None, :], place, table, packed)
@@ -70,7 +70,7 @@ def tile_products(
     block_chunks: constexpr,
     precision: constexpr,
 ) -> tensor:
-    """Return x[row] times the lanes' rows: (block_rows, block_lanes) fp32."""
+    """Return the products of x[row] with the lanes' matrix rows: (block_rows, block_lanes) fp32."""
     block, lane = lanes // 16, lanes % 16
     per_chunk: constexpr = packed.per_chunk
     total = tl.full((block_rows, block_lanes), 0.0, dtype=tl.float32)

@@ -16,8 +16,8 @@ _FEW_WARPS_WIDTH = 1024
 def norm(x: Tensor, weight: Tensor | None, eps: float, rounds_first: bool) -> Tensor:
     """Return the RMS norm of x (..., n), whose rows must be evenly spaced.
 
-    `weight` is (n,) fp32; `rounds_first` says that values are rounded before they are multiplied by
-    it.
+    `weight` is (n,) fp32. With `rounds_first`, values are rounded before they are multiplied by the
+    weight.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_cols = x.shape[-1]
@@ -48,8 +48,8 @@ def add_and_norm(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     """Return the rotary embedding of x (rows, ., ., dim), whose dimension `heads` has the heads.
 
-    The other one is of size 1, or that of the rows, as in a prompt (1, heads, n_tokens, dim); cos
-    and sin have rows * dim elements.
+    The other middle dimension has size 1; or it has the rows, as in a prompt's (1, heads, n_tokens,
+    dim). cos and sin have rows * dim elements.
     """
     out = _room_for_rotated(x, heads)
     _rotate((x, x), cos, sin, (out, out), heads, num_others=0)
@@ -67,7 +67,7 @@ def rotate_two(
 
 
 def _room_for_rotated(x: Tensor, heads: int) -> Tensor:
-    """Return memory for the embedding, row after row, in the shape of x."""
+    """Return memory for the rotated x, in the shape of x but laid out row after row."""
     if heads == 1 and x.shape[2] > 1:
         return x.new_empty((1, x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -94,10 +94,10 @@ def _rotate(
 
 @torch.library.custom_op("tandem::rotate_pairs", mutates_args=())
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Return x (rows, ., ., dim), whose dimension `heads` has the heads, with its last pairs
-    rotated.
+    """Return x (rows, ., ., dim) with the last pairs of each head rotated.
 
-    Pairs are adjacent values; cos and sin are (rows, tokens, pairs).
+    The dimension `heads` of x has the heads. Pairs are adjacent values; cos and sin are (rows,
+    tokens, pairs).
     """
     x, cos, sin = x if x.stride(3) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
     out, tokens = torch.empty(x.shape, dtype=x.dtype, device=x.device), 3 - heads
@@ -114,7 +114,10 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 def choose(
     logits: Tensor, top_k: int, scale: float, is_normalised: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return weights in `dtype` and experts int64, (rows, top_k), of logits (rows, experts)."""
+    """Return the weights in `dtype` and the numbers (int64) of the best experts, (rows, top_k).
+
+    They are chosen by `logits` (rows, experts).
+    """
     num_rows, num_experts = logits.shape
     weights = torch.empty((num_rows, top_k), dtype=dtype, device=logits.device)
     index = torch.empty((num_rows, top_k), dtype=torch.int64, device=logits.device)

@@ -1,6 +1,7 @@
-"""What a kernel needs to know about a packed matrix: constants that it is compiled for.
+"""The constants that describe a packed matrix to a kernel, which is compiled for them.
 
-They describe layout and meaning of weights, never a format's name; see `docs/formats.md`.
+They describe layout and meaning of weights, and do not include a format's name; see
+`docs/formats.md`.
 """
 
 import functools
@@ -21,9 +22,9 @@ class Packed:
     element: str
     bits: int
     low_bits: int
-    """Width of the lowest plane."""
+    """Width of the lowest plane of the codes, in bits."""
     high_bits: int
-    """Width of the plane above it; 0: no such plane."""
+    """Width of the plane with the higher bits; 0: no such plane."""
     factor: float
     """Weight before scaling = factor * (result of `biased_values`) + offset."""
     offset: float
@@ -43,30 +44,30 @@ class Packed:
     table: tuple[float, ...] = field(repr=False, compare=False, default=())
     """Values of codes of table formats; kernels read them from memory."""
     grid: Grid | None = None
-    """How words encode lines; a line's numbers become 4-bit codes in a dword."""
+    """How words encode lines of a grid; a line's numbers become 4-bit codes in a dword."""
     lines_of: int = field(repr=False, compare=False, default=-1)
-    """The number of the format whose lines the kernels read from memory; -1: none."""
+    """The number of the format whose grid lines the kernels read from memory; -1: no lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The shape of one packed matrix, and where its parts are."""
+    """The shape of one packed matrix, and the offsets of its parts."""
 
     num_rows: int
-    """For a gated projection, the rows of the gate only."""
+    """The number of rows; for a gated projection, of the gate's rows only."""
     num_cols: int
     num_blocks: int
-    """Blocks of 16 rows, as stored."""
+    """The number of stored blocks of 16 rows."""
     num_chunks: int
     data_offset: int
     scales_offset: int
     bias_offset: int
-    """-1: no bias."""
+    """The offset of the bias; -1: no bias."""
 
 
 @functools.lru_cache(maxsize=64)
 def packed_as(fmt: WeightFormat) -> Packed:
-    """Return what the kernels need to know about a format."""
+    """Return the constants that describe a format to the kernels."""
     encoding = fmt.encoding
     low_bits, *higher = encoding.planes if encoding.grid is None else (4,)
     assert len(higher) <= 1, "codes have at most two planes"
@@ -104,9 +105,10 @@ def extent_of(
     *,
     has_bias: bool,
 ) -> Extent:
-    """Return the shape of a matrix with data, scales and bias at offsets from its address.
+    """Return the extent of a matrix with data, scales and bias at offsets from its address.
 
-    `blocks` are those of 16 rows in memory; of a gated projection `rows` are the gate's alone.
+    `blocks` is the number of blocks of 16 rows in memory; for a gated projection, `rows` counts the
+    gate's rows only.
     """
     data, scales, bias = sections
     chunks = fmt.padded_cols(cols) // packed_as(fmt).per_chunk
@@ -114,7 +116,7 @@ def extent_of(
 
 
 def _factor_and_offset(encoding: Encoding) -> tuple[float, float]:
-    """Return factor and offset of the kernels' biased values, before scaling."""
+    """Return the factor and the offset that make weights before scaling from biased values."""
     match encoding.element:
         case "integer":  # the code becomes the upper bits of the mantissa of a number from 1 to 2
             return float(1 << encoding.bits), float(-(1 << encoding.bits) - encoding.offset)

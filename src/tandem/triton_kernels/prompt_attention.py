@@ -1,8 +1,8 @@
-"""Attention of a prompt's tokens, which are of one slot: a program has several of them.
+"""Attention of a prompt's tokens, which are of one slot: a program computes several tokens.
 
-A program of `attention.attend_parts` reads its keys for one token, one of this module for
-`block_tokens` of them. Results have the same form; `join_parts` adds them up. Lengths of texts are
-read on the device, so that a captured graph serves prompts behind texts of any length.
+A program of `attention.attend_parts` reads keys for one token; a program of this module reads them
+for `block_tokens` tokens. Results have the same form, and `join_parts` adds them up. Positions are
+read on the device, so that a captured graph serves prompts that follow texts of any length.
 """
 
 import triton
@@ -25,7 +25,7 @@ def _first_seen(position: tensor, window: constexpr, chunk: constexpr) -> tensor
 
 @triton.jit
 def _is_seen(place: tensor, is_line: tensor, position: tensor, first: tensor) -> tensor:
-    """Return which places tokens see that see from `first` to `position`: (rows, places)."""
+    """Return which places are between each token's `first` and `position`: (rows, places)."""
     seen = (place[None, :] <= position[:, None]) & (place[None, :] >= first[:, None])
     return seen & is_line[None, :]
 
@@ -41,8 +41,8 @@ def attend_tokens(
 ) -> None:  # fmt: skip
     """Attend to a part of the positions. A program is (some heads of a KV head, part, tokens).
 
-    All tokens are of the first one's slot, at any `positions`. Arguments and what is written are
-    those of `attend_parts`; a row of a program's matrices is a head of a token.
+    All tokens must be of the same slot, at any `positions`. Arguments and results are those of
+    `attend_parts`; a row of a program's matrices is one head of one token.
     """
     group: constexpr = num_heads // num_kv_heads
     tiles: constexpr = (group + block_heads - 1) // block_heads

@@ -1,9 +1,9 @@
 """Layers that carry a state from token to token: short convolutions and linear recurrences.
 
 The tokens of a call come in runs, each of one slot, described by `runs` as in `device_states.Run`.
-A run first repeats logged tokens. Its state is stored after its certain tokens; the others may be
-taken back, and are logged. A prompt is a scan: a program keeps its part of a state in registers
-from token to token, so that results do not depend on where a prompt is cut.
+A run first repeats logged tokens. The slot's state is stored after the run's certain tokens; its
+other tokens may be rejected later, so they are logged. A prompt is a scan: a program keeps its part
+of a state in registers from token to token, so that results do not depend on where a prompt is cut.
 """
 
 import triton
@@ -16,7 +16,7 @@ _RUN_FIELDS = constexpr(6)
 
 @triton.jit
 def _run(runs: tensor, number: tensor) -> tensor:
-    """Return a run: slot, first row, tokens, certain tokens, repeated tokens, half of the log."""
+    """Return a run: slot, first row, number of all, certain, repeated tokens, half of the log."""
     run = runs + number * _RUN_FIELDS
     return (
         tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3), tl.load(run + 4),
@@ -36,7 +36,7 @@ def _input(
     channels: constexpr,
     width: constexpr,
 ) -> tensor:
-    """Return the inputs of some channels at a token, fp32; earlier ones are stored."""
+    """Return some channels' inputs at a token, fp32; before the run, they are from log or state."""
     given = tl.load(x + at * token_stride, mask=mask & (at >= 0), other=0.0).to(tl.float32)
     before = at + num_again
     is_logged, is_kept = (at < 0) & (before >= 0), (num_again >= 0) & (before < 0)
@@ -65,13 +65,13 @@ def convolve_tokens(
     block_channels: constexpr,
     block_tokens: constexpr,
 ) -> None:
-    """Write the convolution of each run's tokens, if it `computes`; then store states, if it
-    `keeps`.
+    """Write the convolution of each run's tokens if `computes`; then store states if `keeps`.
 
-    What is stored are the inputs to keep and to log, which all blocks of the run have read by then.
-    `out` is (n_tokens, channels), `weight` (width, channels), `states` (slots, width - 1,
-    channels), `log` (slots, 2, most_drafted, channels). A program is (block of channels, block of
-    tokens, run).
+    States are the last certain inputs; later inputs are logged. All blocks of tokens read the old
+    states, so a launch with `keeps` must have one block of tokens, or follow a launch of all blocks
+    that computes. `out` is (n_tokens, channels), `weight` (width, channels), `states` (slots, width
+    - 1, channels), `log` (slots, 2, most_drafted, channels). A program is (block of channels, block
+    of tokens, run).
     """
     channel = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
     mask = channel < channels
@@ -135,7 +135,7 @@ def _moved_on(
     is_delta: constexpr,
     has_rate: constexpr,
 ) -> tensor:
-    """Return a part of a head's state after a token, given the product of state and key."""
+    """Return a part of a head's state after a token with key `said` and value `given`."""
     if decay_kind == "head":
         state = state * tl.exp(tl.load(decay))
     elif decay_kind == "key":
@@ -172,7 +172,7 @@ def _log_token(
 ) -> None:
     """Log a program's part of a token: keys, values, decays and rates, one after another.
 
-    What several programs have read is written by the first of them.
+    Numbers that several programs have read are written only by the first of these programs.
     """
     group: constexpr = num_heads // num_logged_keys
     is_first = tl.program_id(0) == 0
@@ -202,7 +202,7 @@ def _done_again(
     key_dim: constexpr, value_dim: constexpr, num_decays: constexpr, num_logged: constexpr,
     decay_kind: constexpr, is_delta: constexpr, is_normalised: constexpr, has_rate: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return a part of a head's state after repeating the tokens of a log that begins at `at`."""
+    """Return a part of a head's state after repeating `num_again` tokens of the log at `at`."""
     head = tl.program_id(1)
     values_at: constexpr = num_logged_keys * key_dim
     decays_at: constexpr = values_at + num_heads * value_dim
@@ -236,9 +236,9 @@ def recur_tokens(
 ) -> None:  # fmt: skip
     """Write S = e^decay S; S += key (x) rate * (value - key S); out = query S + skip value.
 
-    As of `tandem.kernels.recurrent.Recurrence`; out is (n_tokens, heads, value_dim), `states`
-    (slots, heads, key_dim, value_dim), `factor` (key_dim, value_dim), `log` (slots, 2,
-    most_drafted, num_logged), of `num_logged_keys` heads' keys. Programs are (values, head, run).
+    See `tandem.kernels.recurrent.Recurrence`. out is (n_tokens, heads, value_dim), `states` (slots,
+    heads, key_dim, value_dim), `factor` (key_dim, value_dim), `log` (slots, 2, most_drafted,
+    num_logged) with the keys of `num_logged_keys` heads. A program is (values, head, run).
     """
     head, of_keys = tl.program_id(1), tl.program_id(1) // (num_heads // num_key_heads)
     k, v = tl.arange(0, key_width), tl.program_id(0) * block_values + tl.arange(0, block_values)

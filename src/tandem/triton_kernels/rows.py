@@ -1,4 +1,4 @@
-"""Routed tokens grouped by expert, in one buffer that one copy moves to the device."""
+"""Routed tokens grouped by expert, in one buffer, so that one copy moves them to the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ TABLES = ("addresses", "begin", "row_token", "tile_expert", "tile_first", "row_o
 class GroupedRows(NamedTuple):
     """Rows grouped by expert; tensors are on the device.
 
-    Expert i, at address `addresses[i]`, has rows `begin[i]`..`begin[i + 1]` - 1, and row j is of
-    token `row_token[j]`. Tiles are for the matrix kernels; there are none for few tokens.
+    Expert i, at address `addresses[i]`, has rows `begin[i]`..`begin[i + 1]` - 1, and row j belongs
+    to token `row_token[j]`. Tiles are for the matrix kernels; with few tokens there are no tiles.
     """
 
     addresses: Tensor  # (n_experts,) int64
@@ -32,7 +32,7 @@ class GroupedRows(NamedTuple):
     tile_expert: Tensor  # (n_tiles,) int32
     tile_first: Tensor  # (n_tiles,) int32
     most_tokens: int
-    """The most rows of an expert."""
+    """The largest number of rows that an expert has."""
     block_rows: int
     """Rows per tile; 0 for the vector kernels."""
 
@@ -78,13 +78,14 @@ def row_table(addresses: Sequence[int], begin: Sequence[int], row_token: Tensor)
 
 
 def vector_tokens(most: int) -> int:
-    """Return how many tokens the vector kernel for at most `most` tokens computes."""
+    """Return the size of the smallest vector kernel for `most` tokens per expert."""
     return next(size for size in VECTOR_TOKENS if most <= size)
 
 
 def block_rows(most: int, mean: float) -> int:
-    """Return the rows of a tile, given the largest and the mean count; 0: use the vector
-    kernels.
+    """Return the rows of a tile, given the largest and the mean number of rows of an expert.
+
+    0 means the vector kernels, which have no tiles.
     """
     if most <= MAX_VECTOR_TOKENS:
         return 0

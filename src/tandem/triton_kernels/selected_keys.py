@@ -1,4 +1,4 @@
-"""Keys that an indexer selects in a decode step or a prompt: launches `index_keys`, never waits.
+"""Selects an indexer's keys in a decode step or a prompt: launches `index_keys`, and never waits.
 
 A step's selection is one torch operation, so that recordings and captures see it.
 """

@@ -1,6 +1,6 @@
 """Operations between a layer's matrices, for few rows: norms, rotary embeddings, routing.
 
-Numbers are rounded where the models' own code rounds them.
+Results are rounded at the same points as in the models' own code.
 """
 
 import triton
@@ -22,7 +22,10 @@ def _scaled(
     rounds_first: constexpr,
     dtype: constexpr,
 ) -> tensor:
-    """Return x over its root mean square, times the weight; fp32, perhaps rounded first."""
+    """Return x over its root mean square, times the weight, fp32.
+
+    With `rounds_first`, the quotient is rounded to `dtype` before the multiplication.
+    """
     mean = tl.reduce(x * x, 0, tl.standard._sum_combine) / num_cols
     x = x / tl.sqrt(mean + eps)
     if rounds_first:
@@ -122,10 +125,10 @@ def rotate_heads(
     dim: constexpr,
     width: constexpr,
 ) -> None:
-    """Write the rotary embeddings of x and of another one: (rows, heads, dim) each.
+    """Write the rotary embeddings of x and `other`: (rows, heads, dim) each.
 
-    The tables are (rows, dim); swapped are the halves, the first of them negated. A program is
-    (head of x or of the other one, row).
+    The tables `cos` and `sin` are (rows, dim). In the swapped x of `_rotate`, the halves have
+    changed places, and the first is negated. A program is (head of x or of `other`, row).
     """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     half: constexpr = dim // 2
@@ -184,10 +187,10 @@ def choose_experts(
     is_normalised: constexpr,
     scale: constexpr,
 ) -> None:
-    """Write the largest of each row's softmax, best first: weights and index (rows, top_k).
+    """Write the largest values of each row's softmax, best first: weights and index (rows, top_k).
 
-    Of equal ones the first is chosen. Normalised, weights are divided by their sum. A program is a
-    row of logits (rows, num_experts).
+    Of equal values the first is chosen. With `is_normalised`, weights are divided by their sum. A
+    program is a row of logits (rows, num_experts).
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, width)

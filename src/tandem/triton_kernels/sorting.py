@@ -1,10 +1,11 @@
 """Finds a layer's experts and sorts its routed tokens by expert on a GPU, without the host.
 
-    look_up      of few tokens: the address of each routed token's expert
-    count_rows   of many: each program counts the routed tokens of an expert
-    sort_rows    each program places them behind those of the experts before it, and cuts tiles
+    look_up      for few tokens: finds the address of each routed token's expert
+    count_rows   for many tokens: each program counts the routed tokens of an expert
+    sort_rows    each program places its expert's routed tokens after those of all experts with
+                 lower numbers, and cuts tiles
 
-Each program reads the whole choice, some kilobytes that lie in the GPU's cache. That is faster than
+Each program reads the whole choice, some kilobytes that are in the GPU's cache. That is faster than
 a sort whose launches wait for each other.
 """
 
@@ -26,9 +27,9 @@ def look_up(
     index: tensor, table: tensor, addresses: tensor, row_of: tensor, num_rows: tensor,
     num_experts: constexpr, block: constexpr,
 ) -> None:  # fmt: skip
-    """Write the address of each routed token's expert, and its row; -1: padding. A single program.
+    """Write the address of each routed token's expert, and its row. There is one program.
 
-    Padding gets the address of some expert.
+    Padding gets the row -1 and the address of any expert.
     """
     for start in range(0, num_rows, block):
         at = start + tl.arange(0, block)
@@ -60,8 +61,8 @@ def sort_rows(
 ) -> None:  # fmt: skip
     """Write `GroupedRows`' tables and the row of each routed token. A program is an expert.
 
-    The last program places what is of no expert: padding behind all rows, surplus tiles behind all
-    tiles, without rows. `width` is a power of two, at least `num_experts`.
+    One more program places padding after all rows, and surplus tiles, which have no rows, after all
+    tiles. `width` must be a power of two and at least `num_experts`.
     """
     expert, other = tl.program_id(0), tl.arange(0, width)
     counted = tl.load(counts + other, mask=other < expert, other=0)
@@ -90,11 +91,12 @@ def sort_rows(
 
 
 def each_alone(index: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the address of each routed token's expert, and the row of each, -1 for padding.
+    """Return the address of each routed token's expert, and the routed token's row.
 
     `index` (n_tokens, top_k) int64 and `table` (num_experts,), the experts' addresses, are on the
-    device. Rows are in the routed tokens' order, (n_tokens * top_k,) and (n_tokens, top_k); the row
-    of padding exists and belongs to any expert.
+    device. Rows are in the routed tokens' order. Addresses are (n_tokens * top_k,), one per row;
+    the routed tokens' rows are (n_tokens, top_k), -1 for padding. Padding also has a row, with the
+    address of any expert.
     """
     num_rows, index = index.numel(), index.contiguous()
     addresses = torch.empty(num_rows, dtype=torch.int64, device=index.device)
@@ -106,10 +108,11 @@ def each_alone(index: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sorted_by_expert(index: Tensor, addresses: Tensor) -> tuple[GroupedRows, Tensor]:
-    """Return a choice's routed tokens by expert, and the row of each: (n_tokens, top_k), -1: none.
+    """Return a choice's routed tokens grouped by expert, and the row of each routed token.
 
-    `index` (n_tokens, top_k) int64 and `addresses` (num_experts,) are on the device. Other numbers
-    than experts' are padding. There are as many tiles as may be needed; the rest have no rows.
+    `index` (n_tokens, top_k) int64 and `addresses` (num_experts,) are on the device. Numbers in
+    `index` that are not experts' are padding; the returned rows (n_tokens, top_k) are -1 there.
+    There are as many tiles as may be needed; surplus tiles have no rows.
     """
     num_rows, num_experts, index = index.numel(), len(addresses), index.contiguous()
     size = block_rows(num_rows, num_rows / num_experts)

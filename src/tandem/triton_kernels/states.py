@@ -1,6 +1,6 @@
-"""Layers with states on a GPU: launches `recurrent` and `compression`, and never waits.
+"""Layers with states on a GPU: launches kernels of `recurrent` and `compression`, and never waits.
 
-Each is one torch operation, so that recordings and captures see it.
+Each method is one torch operation, so that recordings and captures see it.
 """
 
 import torch
@@ -76,7 +76,7 @@ def _compress(
     bias: Tensor,
     num_series: int,
 ) -> Tensor:
-    """Store tokens' values and gates (n_tokens, series * dim); return keys of ended windows."""
+    """Store tokens' values and gates (n_tokens, series * dim); return keys of complete windows."""
     values, gates = (x if x.stride(1) == 1 else x.contiguous() for x in (values, gates))
     (ratio, width), num_tokens = bias.shape, len(values)
     dim, block_tokens = width // num_series, _power_of_two(ratio * num_series)
@@ -101,7 +101,7 @@ def _convolve(
     has_silu: bool,
     most: int,
 ) -> Tensor:
-    """Convolve (n_tokens, channels) and store the last inputs."""
+    """Return the convolution of x (n_tokens, channels), and store the last inputs."""
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     channels, width = weight.shape
@@ -136,7 +136,7 @@ def _recur(
     is_normalised: bool,
     scale: float,
 ) -> Tensor:
-    """Advance the slots' states by the runs' tokens."""
+    """Advance the slots' states by the runs' tokens; return the tokens' results."""
     value, query, key = (x if x.stride(2) == 1 else x.contiguous() for x in (value, query, key))
     decay, rate = decay.contiguous(), None if rate is None else rate.contiguous()
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
@@ -163,7 +163,7 @@ def _recur(
 
 
 def _tile(key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Return how many keys and values of a state a program holds: powers of two."""
+    """Return how many keys and values of a state one program computes: powers of two."""
     width = _power_of_two(key_dim)
     most = min(_MOST_VALUES, max(_LEAST_VALUES, _ELEMENTS // width))
     return width, min(most, _power_of_two(value_dim))

@@ -1,8 +1,8 @@
 """Tiles of a packed matrix in registers: dwords, scales, and the numbers that codes stand for.
 
-`docs/formats.md` says where each byte lies. Every format is one transposition of dwords: lane n of
-a tile is row n % 16 of block n // 16, and a chunk is the dword that holds the lowest bits of 2, 4,
-8 or 16 columns of it. Codes become floats by bit tricks, without conversions, or are looked up.
+`docs/formats.md` says where each byte lies. All formats transpose dwords in the same way: lane n of
+a tile is row n % 16 of block n // 16, and a chunk is the dword with the lowest bits of 2, 4, 8 or
+16 columns of that row. Codes become floats by bit tricks, without conversions, or are looked up.
 """
 
 import triton
@@ -23,8 +23,8 @@ def load_words(
 ) -> tensor:
     """Return the dwords of each chunk's codes, (chunks, lanes) int32; zeros outside the matrix.
 
-    First those with the codes' low bits, then those with the bits above, the chunk's own in the
-    lowest places of each byte.
+    The first result has the codes' low bits. The second has the higher bits, shifted so that the
+    chunk's own bits are the lowest of each byte.
     """
     is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
     dwords = num_chunks * packed.bits // packed.low_bits
@@ -64,7 +64,7 @@ def _words_of_supers(
 
 @triton.jit
 def _field(words: tensor, number: tensor, is_inside: tensor, field: constexpr) -> tensor:
-    """Return a bit field from the words of each super-block."""
+    """Return the value of bit field `number` in the words of each super-block."""
     bit = field.base + number // 4 * field.fours + number % 4 * field.step
     word = tl.load(words + bit // 32 * 16, mask=is_inside, other=0)
     return (word >> (bit % 32)) & ((1 << field.width) - 1)
@@ -74,7 +74,7 @@ def _field(words: tensor, number: tensor, is_inside: tensor, field: constexpr) -
 def _line(
     words: tensor, number: tensor, is_inside: tensor, table: tensor, grid: constexpr
 ) -> tensor:
-    """Return the codes of a line from `table`."""
+    """Return the codes of the line whose index is in the words, read from `table`."""
     low: constexpr = grid.low
     place = _field(words, number, is_inside, low)
     if grid.high is not None:
@@ -100,7 +100,7 @@ def _lines(
     table: tensor,
     grid: constexpr,
 ) -> tensor:
-    """Return dwords of eight columns' codes, from lines that are looked up and their signs."""
+    """Return dwords with the codes of eight columns, made from looked-up lines and their signs."""
     words = _words_of_supers(data, block, lane, chunk, num_chunks, grid)
     number = (chunk % 32)[:, None]
     if grid.line_cols == 8:
@@ -163,8 +163,8 @@ def load_scales(
 ) -> tensor:
     """Return the scale and the minimum of each chunk, (chunks, lanes) fp32; zeros outside.
 
-    Padding chunks of the last group share the last real chunk's. Without minima the second is the
-    scale again.
+    Padding chunks of the last group have the scale of the last real chunk. Without minima, the
+    second result is the scale again.
     """
     group = (chunk // packed.chunks_per_group)[:, None]
     is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
@@ -206,7 +206,7 @@ def _scales_of_supers(
     num_groups: tensor,
     packed: constexpr,
 ) -> tensor:
-    """Return scales and minima stored as bytes, times the factors of super-block or row."""
+    """Return scales and minima stored as bytes, times the factors of their super-block or row."""
     per_super = packed.groups_per_super if packed.groups_per_super > 0 else num_groups
     line = block[None, :] * (num_groups // per_super) + group // per_super
     factors_bytes: constexpr = packed.factor_bytes * (32 if packed.has_minima else 16)
@@ -246,7 +246,7 @@ def _number(byte: tensor, packed: constexpr) -> tensor:
 def biased_values(
     low: tensor, high: tensor, place: tensor, table: tensor, packed: constexpr
 ) -> tensor:
-    """Return column `place` of each chunk as fp32 that are still to be scaled and shifted.
+    """Return column `place` of each chunk as fp32 values that must still be scaled and shifted.
 
     `place` is a number, or a tensor that broadcasts with the dwords.
     """
@@ -279,7 +279,7 @@ def _half(bits: tensor) -> tensor:
 
 @triton.jit
 def _e4m3(code: tensor) -> tensor:
-    """Return 1/256 of e4m3 numbers: their bits as a half, whose exponent bias differs."""
+    """Return e4m3 numbers divided by 256: their bits as fp16, whose exponent bias is 8 larger."""
     return _half(((code & 0x80) << 8) | ((code & 0x7F) << 7))
 
 
@@ -295,7 +295,7 @@ def section(address: tensor, offset: tensor, dtype: constexpr) -> tensor:
 
 @triton.jit
 def scale_section(address: tensor, offset: tensor, packed: constexpr) -> tensor:
-    """Return a pointer to the scales, in their dtype; with super-blocks, to bytes."""
+    """Return a pointer to the scales, in their dtype; scales of super-blocks are bytes."""
     if packed.factor_bytes > 0 or packed.scale == "e8m0":
         pointer = section(address, offset, tl.uint8)
     elif packed.scale == "fp32":

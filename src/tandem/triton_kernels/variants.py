@@ -1,7 +1,8 @@
-"""Launches every kernel that a model's batches can need once, so that it is compiled and loaded.
+"""Launches once each kernel that a model's batches can need, so that it is compiled and loaded.
 
 Triton compiles a kernel for each tile size and caches it on disk. A model with one layout needs 18
-of them, seconds each; compiled on demand they would make the first requests slow.
+kernels, which take seconds each to compile; compiled on demand, they would make the first requests
+slow.
 """
 
 from collections.abc import Callable
@@ -26,10 +27,10 @@ def variants(
     top_k: int,
     device: torch.device,
 ) -> list[Callable[[], None]]:
-    """Return launches on the current stream that together compile every kernel of a layout."""
+    """Return functions that launch, on the current stream, every kernel of a layout."""
 
     def compute(num_tokens: int) -> None:
-        """Compute one expert of zeros for this many tokens."""
+        """Compute an expert whose weights are zeros for this many tokens."""
         image = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         table = row_table(
             [image.data_ptr()],
@@ -42,7 +43,7 @@ def variants(
         experts.compute(layout, activation, hidden, rows, out, activate)
 
     def add_rows(out_dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        """Sum one token's rows, all but one of which are padding."""
+        """Add up the rows of one token."""
         rows = torch.zeros(1, layout.hidden_size, device=device)
         row_of = torch.zeros(1, top_k, dtype=torch.int32, device=device)
         weights = torch.zeros(1, top_k, dtype=weights_dtype, device=device)

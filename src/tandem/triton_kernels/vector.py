@@ -1,4 +1,4 @@
-"""Few tokens per expert: weights are read once, as fast as memory gives them, for all its tokens.
+"""Few tokens per expert: weights are read once for all its tokens, at the speed of the memory.
 
 A program computes some rows of one expert's matrix for up to `num_tokens` tokens, a power of two.
 Products are fp32 on ordinary cores; a scale is applied once per chunk, to the sum of its columns.
@@ -44,7 +44,7 @@ def _chunk_sums(
     block_chunks: constexpr,
     block_lanes: constexpr,
 ) -> tensor:
-    """Return for each token the sums, over a chunk's columns, of biased values * x and of x."""
+    """Return, for each token, the sums of (biased values * x) and of x over a chunk's columns."""
     parts = (tl.full((block_chunks, block_lanes), 0.0, dtype=tl.float32),) * num_tokens
     totals = (tl.full((block_chunks,), 0.0, dtype=tl.float32),) * num_tokens
     per_chunk: constexpr = packed.per_chunk

@@ -1,10 +1,11 @@
 """Decode attention in windows beside compressed keys: tokens of any slots, one KV head.
 
-    store_in_window       appends a token's key, and the compressed key that it brings
+    store_in_window       appends each token's key and compressed key
     attend_window_parts   each program: some heads of a token, a part of the keys that it sees
 
-`where` is as in `attention`, which joins the parts. The first `ring` places of a slot are a ring of
-its last positions; compressed keys follow. Keys are also values: each is read once.
+`where` is as in `attention`; `attention.join_parts` joins the parts. The first `ring` places of a
+slot are a ring of its last positions; compressed keys follow. A key is also its value, and is read
+once for both.
 """
 
 import triton
@@ -33,9 +34,9 @@ def store_in_window(
     width: constexpr,
     kind: constexpr,
 ) -> None:
-    """Append each token to its slot's ring, and its compressed key after it. A program is a token.
+    """Store each token's key in its slot's ring, and its compressed key. A program is a token.
 
-    The last place of a slot has the compressed keys of tokens that end no window of `ratio`.
+    Compressed keys of tokens that end no window of `ratio` tokens go to the slot's last place.
     """
     token = tl.program_id(0).to(tl.int64)
     position, capacity = tl.load(positions + token), tl.load(where + 4)
@@ -55,7 +56,7 @@ def _part(
     position: tensor, num_chosen: tensor, window: constexpr, ratio: constexpr,
     has_chosen: constexpr, num_parts: constexpr, block_keys: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return how many positions a token sees, and which of its keys belong to this program."""
+    """Return how many positions a token sees in its window, and this program's part of its keys."""
     in_window = tl.minimum(position + 1, window)
     length = in_window
     if has_chosen:
@@ -73,7 +74,7 @@ def _places(
     key: tensor, end: tensor, position: tensor, in_window: tensor, chosen: tensor, ring: constexpr,
     ratio: constexpr, has_chosen: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return the places in a slot of some of the keys that a token sees; -1: there is none."""
+    """Return the places in a slot of a token's keys by their numbers; -1: there is no such key."""
     place = (position + 1 - in_window + key) % ring
     if ratio > 0:
         number = key - in_window
@@ -95,8 +96,9 @@ def attend_window_parts(
 ) -> None:  # fmt: skip
     """Attend to a part of the keys. A program is (some heads, part, token).
 
-    A token sees its window, and the compressed keys before it, or with `has_chosen` those of
-    `chosen` (tokens, num_chosen), -1 where there are fewer. Writes the same as `attend_parts`.
+    A token sees its window and all compressed keys before it; with `has_chosen`, of these only the
+    keys in `chosen` (tokens, num_chosen), padded with -1. Writes the same results as
+    `attend_parts`.
     """
     token = tl.program_id(2).to(tl.int64)
     head = tl.program_id(0) * block_heads + tl.arange(0, block_heads)

@@ -1,4 +1,4 @@
-"""Converts a request body of Anthropic's Messages API to a chat of the server's own."""
+"""Converts a request body of Anthropic's Messages API to the server's own `ChatRequest`."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -88,7 +88,7 @@ def _system(system: str | list[TextBlock] | None) -> list[Message]:
 
 
 def _turn(message: InputMessage) -> Iterator[Message]:
-    """Yield a message; results of calls become messages of their own before the text."""
+    """Yield a message as chat messages: first one for each tool result, then one for the rest."""
     content = message.content
     if isinstance(content, str):
         yield Message.model_construct(role=message.role, content=content)
@@ -141,7 +141,7 @@ def _address(block: ImageBlock) -> str:
 
 
 def _text(block: object) -> str:
-    """Return the text of a block, if it is one that the model reads as text."""
+    """Return the text of a text or document block; empty for all other blocks."""
     if isinstance(block, TextBlock):
         return block.text
     if isinstance(block, DocumentBlock):

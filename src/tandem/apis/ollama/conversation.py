@@ -1,4 +1,4 @@
-"""Converts a body of Ollama's API to a chat or a completion of the server's own."""
+"""Converts a body of Ollama's API to the server's own `ChatRequest` or `CompletionRequest`."""
 
 import json
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def raw_completion(body: OllamaGenerateRequest) -> CompletionRequest:
 
 
 def _asked(chat: ChatRequest, body: OllamaRequest) -> ChatRequest:
-    """Add the fields that all bodies share to a chat."""
+    """Set a chat's fields that all of Ollama's bodies share, and return the chat."""
     _take_options(chat, body.options or OllamaOptions.model_construct())
     chat.response_format = _format(body)
     chat.logprobs, chat.top_logprobs = body.logprobs, body.top_logprobs
@@ -93,7 +93,7 @@ def _format(body: OllamaRequest) -> ResponseFormat | None:
 
 
 def _turns(messages: list[OllamaMessage]) -> Iterator[Message]:
-    """Yield messages; calls without ids get ids, by which results find them."""
+    """Yield chat messages; tool calls without ids get ids, and results get their calls' ids."""
     waiting: list[ToolCall] = []  # calls without a result
     num_calls = 0
     for message in messages:
@@ -116,7 +116,10 @@ def _turns(messages: list[OllamaMessage]) -> Iterator[Message]:
 
 
 def _taken(waiting: list[ToolCall], name: str | None) -> str | None:
-    """Remove and return the call that a result belongs to: the first of its tool, or of all."""
+    """Remove the waiting call that a result belongs to, and return its id; None without a call.
+
+    That is the first call of the tool `name`, or the first of all calls if `name` is None.
+    """
     for call in waiting:
         if name in (None, call.function.name):
             waiting.remove(call)

@@ -1,4 +1,4 @@
-"""Ollama's endpoints: what each body asks of the model, or the answer if it needs no model."""
+"""Ollama's endpoints: each body's generation requests, or its answer if it needs no model."""
 
 from tandem.apis.answering import GenerationRequest, GenerationRequests
 from tandem.apis.api import Api, Question

@@ -1,4 +1,4 @@
-"""The one model as Ollama's API describes models: listed, running, shown."""
+"""The server's one model in the form of Ollama's API: listed, running, shown."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,9 @@ _FOREVER = datetime(2318, 1, 1).timestamp()
 def listed(
     names: Sequence[str], info: ModelInfo | None, memory: Mapping[str, int], since: float
 ) -> _Json:
-    """Return the body of /api/tags: the one model under each of its names. `memory` is bytes by
-    kind.
+    """Return the body of /api/tags: the one model under each of its names.
+
+    `memory` has the bytes used of `host` and `gpu` memory.
     """
     models = [_entry(name, info, memory) | {"modified_at": timestamp(since)} for name in names]
     return {"models": models}

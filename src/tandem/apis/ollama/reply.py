@@ -1,4 +1,4 @@
-"""An answer in the form of Ollama's API: one object, or one in each line of a stream."""
+"""An answer in the form of Ollama's API: one object, or a stream with one object per line."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Converts a request body of OpenAI's Responses API to a chat of the server's own."""
+"""Converts a request body of OpenAI's Responses API to the server's own `ChatRequest`."""
 
 from collections.abc import Iterable, Sequence
 
@@ -47,7 +47,7 @@ def new_messages(body: CountRequest) -> list[Message]:
 
 
 def as_chat(body: CountRequest, earlier: Sequence[Message], new: Sequence[Message]) -> ChatRequest:
-    """Return the chat that a body asks for, after the messages of earlier answers."""
+    """Return the chat that a body asks for: its instructions, then earlier and new messages."""
     first = (
         [Message.model_construct(role="system", content=body.instructions)]
         if body.instructions
@@ -73,7 +73,7 @@ def as_chat(body: CountRequest, earlier: Sequence[Message], new: Sequence[Messag
 
 
 class _Messages:
-    """Items as messages: an answer's reasoning, text and calls form one chat message."""
+    """Converts items to messages: an answer's reasoning, text and calls form one chat message."""
 
     def __init__(self) -> None:
         self.found: list[Message] = []

@@ -1,8 +1,8 @@
 """Keeps finished responses in memory, by id, so that later requests can continue from them.
 
-They are kept as JSON, so that the counted size is the real one: as Python objects, lists in a
-tool's schema take twenty times their JSON. Each response has the whole conversation before it,
-because earlier responses may be dropped first.
+Responses are kept as JSON, so that the counted size is the real size: as Python objects, lists in a
+tool's schema take twenty times their JSON. Each response is kept with the whole conversation before
+it, because earlier responses may be dropped first.
 """
 
 import json
@@ -32,7 +32,7 @@ class KeptResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes in memory."""
+        """Bytes that the response takes in memory."""
         return len(self.response) + len(self.messages) + _ENTRY_BYTES
 
 
@@ -52,7 +52,7 @@ class KeptResponses:
     """The latest responses, within limits of number and size."""
 
     def __init__(self, most_answers: int = _MOST_ANSWERS, most_bytes: int = _MOST_BYTES) -> None:
-        """Keep at most `most_answers` responses and `most_bytes` bytes; the oldest go first."""
+        """Keep at most `most_answers` responses and `most_bytes` bytes; drop the oldest first."""
         self._most_answers, self._most_bytes = most_answers, most_bytes
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
         self._num_bytes = 0
@@ -63,9 +63,7 @@ class KeptResponses:
         return self._num_bytes
 
     def put(self, response: Mapping[str, object], before: bytes, answer: Message) -> None:
-        """Keep a response with the conversation before it, in the form that `conversation`
-        returns.
-        """
+        """Keep a response and its `answer`; `before` is the earlier conversation as JSON."""
         messages = joined(before, [answer])
         written = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         kept = KeptResponse(written, messages)
@@ -77,7 +75,10 @@ class KeptResponses:
             self._num_bytes -= self._kept.popitem(last=False)[1].num_bytes
 
     def conversation(self, response_id: str) -> bytes:
-        """Return the conversation up to an answer as JSON; raises `ApiError` if it is not kept."""
+        """Return a response's conversation, its answer included, as JSON.
+
+        Raises `ApiError` with status 400 if the response is not kept.
+        """
         kept = self._kept.get(response_id)
         if kept is None:
             raise ApiError(

@@ -26,9 +26,7 @@ class ResponseReply(Reply):
         model: str,
         before: bytes | None,
     ) -> None:
-        """Begin the answer; `before` is the conversation up to it, or None if the response is not
-        to be kept.
-        """
+        """Begin the answer; `before` is the earlier conversation, None to keep no response."""
         self._answer, self._before = ComingAnswer(request), before
         self._head = _head(body, model)
         self._items: list[_Json] = []

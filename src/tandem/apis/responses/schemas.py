@@ -69,7 +69,7 @@ class _Item(Body):
 
 
 class _ToolItem(_Item):
-    """The fields that all items of calls share."""
+    """The fields that items of tool calls and of their results share."""
 
     call_id: _Id
     namespace: str | None = None
@@ -226,9 +226,7 @@ class CountRequest(Asked):
 
     @property
     def earlier_id(self) -> str | None:
-        """The id of the earlier response that this one continues; None: it starts a
-        conversation.
-        """
+        """The id of the response that this request continues; None for a new conversation."""
         return self.previous_response_id
 
     @field_validator("tools", mode="before")

@@ -1,7 +1,7 @@
 """The tools of the Responses API as functions of a chat, and their calls as the API's own items.
 
 A custom tool, whose input is a text, is a function with one argument. The tools of a namespace are
-functions whose names begin with it.
+functions whose names begin with the namespace.
 """
 
 import json
@@ -25,12 +25,12 @@ _INPUT_SCHEMA: dict[str, object] = {
 
 
 class CalledTool(NamedTuple):
-    """What the items of a tool's calls need to know about the tool."""
+    """What the output items of a tool's calls need to know about the tool."""
 
     name: str
     namespace: str | None
     is_custom: bool
-    """Whether its input is plain text instead of JSON."""
+    """Whether the tool's input is plain text instead of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class KnownTool:
 
     @property
     def called(self) -> "CalledTool":
-        """The part of it that its calls need."""
+        """What the output items of the tool's calls need."""
         return CalledTool(self.tool.name, self.namespace, isinstance(self.tool, CustomTool))
 
     def as_function(self, name: str) -> Tool:
@@ -110,7 +110,7 @@ class OpenCall:
 
     @property
     def kind(self) -> str:
-        """The prefix of its events' types."""
+        """The prefix of the types of the call's events."""
         of = "custom_tool_call_input" if self.is_custom else "function_call_arguments"
         return f"response.{of}"
 
@@ -124,7 +124,7 @@ class OpenCall:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input of a custom tool; arguments in another form are the input themselves."""
+    """Return a custom tool's input: the argument `input`, otherwise the arguments' whole text."""
     parsed = json_value(arguments)
     found = parsed.get(_INPUT) if isinstance(parsed, dict) else None
     return found if isinstance(found, str) else arguments

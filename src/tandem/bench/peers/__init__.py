@@ -1,1 +1,1 @@
-"""Other programs on the same file: found, run in turns with Tandem, and compared."""
+"""Finds other programs for the same file, times them in turn with Tandem, and compares results."""

@@ -1,4 +1,4 @@
-"""The result of a comparison: speeds in turns, and whether first choices agree; text and JSON."""
+"""The result of a comparison, as text and JSON: speeds, and whether the first choices agree."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from tandem.bench.peers.turns import Rounds, median, ratios, table
 from tandem.core.units import format_bytes
 
 MARGIN = 0.1
-"""Below this difference of a peer's two best logits, rounding decides between them."""
+"""If a peer's two best logits differ by less, rounding decides which of them is the best."""
 TANDEM = "tandem"
 
 
@@ -64,12 +64,12 @@ class Comparison:
 
     @property
     def rows(self) -> list[str]:
-        """The table of medians, in Markdown."""
+        """The table of median speeds, in Markdown."""
         return table(self.speeds, sorted(self.speeds[TANDEM]))
 
     @property
     def paragraph(self) -> str:
-        """A paragraph to paste elsewhere."""
+        """The result as a paragraph of prose, for use in other documents."""
         peer = next(name for name in self.speeds if name != TANDEM)
         depth = min(self.speeds[TANDEM])
         ours, theirs = (median(self.speeds[name][depth]) for name in (TANDEM, peer))
@@ -92,8 +92,9 @@ class Comparison:
         return f" They take {sizes} of memory at most."
 
     def json(self) -> dict[str, object]:
-        """Return all results as JSON; speeds are medians, ratios are Tandem's speed over the
-        row's.
+        """Return all results as JSON.
+
+        Speeds are medians; ratios are Tandem's speed divided by the listed system's.
         """
         ours = self.speeds[TANDEM]
         cells = []

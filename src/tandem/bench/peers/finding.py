@@ -1,4 +1,4 @@
-"""Finds llama.cpp on this machine: its programs, and the library that llama-cpp-python brings."""
+"""Finds llama.cpp on this machine: its programs, and the library in package llama-cpp-python."""
 
 import os
 import shlex
@@ -24,17 +24,17 @@ class Peer:
 
     name: str
     command: tuple[str, ...]
-    """The benchmark command, which takes llama-bench's options; empty if only the library can
-    run."""
+    """The benchmark command, which must accept llama-bench's options; empty if there is only the
+    library."""
     has_library: bool
-    """Whether the library can report its first choices."""
+    """Whether the library is installed, which can report first choices."""
 
 
 def find_peer(wanted: str = LLAMA_CPP, path: str | None = None) -> Peer:
     """Return llama.cpp as installed here, or the program that `wanted` names.
 
-    `wanted` may have options after the program. `path` is searched instead of PATH. Raises
-    `ConfigError`, which says what to install.
+    `wanted` may have options after the program. If given, `path` is searched instead of PATH for
+    that program. Raises `ConfigError` with advice if nothing is found.
     """
     library = _library_version()
     if wanted != LLAMA_CPP:
@@ -62,7 +62,11 @@ def _words(command: str) -> list[str]:
 
 
 def _command(words: Sequence[str], path: str | None) -> tuple[str, ...]:
-    """Return a command whose program is there: a file, a directory with llama-bench, or in PATH."""
+    """Return the command with its program's path.
+
+    `words` begin with a program file, a directory with llama-bench, or a program in PATH. Raises
+    `ConfigError` if the program does not exist.
+    """
     given = Path(words[0]).expanduser()
     given = given / _BENCH if given.is_dir() else given
     # A path is not looked up in PATH. It must be made absolute because `Path` drops a leading "./".
@@ -79,7 +83,7 @@ def _command(words: Sequence[str], path: str | None) -> tuple[str, ...]:
 
 
 def _bench_beside(name: str, path: str | None) -> str | None:
-    """Return llama-bench in the directory of a llama.cpp program; None if there is none."""
+    """Return the llama-bench in the directory of a llama.cpp program; None if it does not exist."""
     program = shutil.which(name, path=path)
     if program is None or Path(program).name not in _BESIDE:
         return None

@@ -1,4 +1,4 @@
-"""A program that takes llama-bench's options: llama.cpp's own, or that of a fork."""
+"""Runs a program with llama-bench's options: llama.cpp's llama-bench, or that of a fork."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from tandem.bench.peers.setting import Setting, Speeds
 
 
 def parse_rival(text: str) -> tuple[str, list[str]]:
-    """Read `NAME=PROGRAM ARGUMENTS`; returns the name and the command."""
+    """Parse `NAME=PROGRAM ARGUMENTS`; returns the name and the command."""
     name, _, command = text.partition("=")
     words = shlex.split(command)
     if not name or not words or not Path(words[0]).is_file():
@@ -22,14 +22,14 @@ def parse_rival(text: str) -> tuple[str, list[str]]:
 
 
 class LlamaBench:
-    """Runs the program for each measurement; the file stays in the page cache."""
+    """Runs the program once for each measurement; the model file stays in the page cache."""
 
     def __init__(self, command: Sequence[str], setting: Setting) -> None:
         """Store the program and the options of every measurement."""
         self._command, self._setting = list(command), setting
 
     def measure(self, depth: int) -> Speeds:
-        """Return the speeds that it reports for a prompt and for decoding after `depth` tokens."""
+        """Return the program's speeds for a prompt and for decoding, both after `depth` tokens."""
         setting = self._setting
         words = [
             *self._command, "-m", str(setting.gguf), "-t", str(setting.threads), "-r", "1",

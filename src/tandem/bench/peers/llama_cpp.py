@@ -25,8 +25,8 @@ _SIGNAL_STACK = ctypes.create_string_buffer(8192)  # room for all registers exce
 def _refuse_amx() -> None:
     """Make Linux refuse AMX to this process, so that llama.cpp rearranges weights for AVX.
 
-    Its AMX layouts, which it prefers, crash with experts. Linux gives AMX only to processes whose
-    signal stacks have room for its registers, 8 KiB more.
+    llama.cpp prefers its AMX layouts, which crash with experts. Linux permits AMX only to processes
+    whose signal stacks have room for AMX's registers, which need 8 KiB more.
     """
     stack = _SignalStack(ctypes.addressof(_SIGNAL_STACK), 0, len(_SIGNAL_STACK))
     if ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) != 0:
@@ -34,13 +34,13 @@ def _refuse_amx() -> None:
 
 
 class LlamaCpp:
-    """llama.cpp through the library that llama-cpp-python brings."""
+    """llama.cpp, called through the library in the package llama-cpp-python."""
 
     _BATCH = 512
     _PART = 512  # tokens of history that are computed once and copied
 
     def __init__(self, setting: Setting, gpu_layers: int | None = None) -> None:
-        """Map the file. Each depth gets its own context. `gpu_layers` layers go to a GPU."""
+        """Map the file; `gpu_layers` of its layers are computed on a GPU."""
         import llama_cpp
 
         self._lib: Any = llama_cpp.llama_cpp
@@ -92,7 +92,7 @@ class LlamaCpp:
         return [*map(Choice, first.tolist(), (best[:, 1] - best[:, 0]).tolist())]
 
     def measure(self, depth: int) -> Speeds:
-        """Measure in a fresh context."""
+        """Measure the speeds after `depth` tokens, in a new context."""
         setting, parts = self._setting, -(-depth // self._PART)
         room = depth + setting.prompt + setting.steps + 64
         params = self._lib.llama_context_default_params()
@@ -129,9 +129,9 @@ class LlamaCpp:
         return Speeds(setting.prompt / prefill, 1 / statistics.median(seconds[2:]), 0.0, 0.0)
 
     def _fill(self, context: Any, memory: Any, parts: int) -> None:
-        """Fill sequence 0 with this many chunks: compute one, move it and append it again.
+        """Fill sequence 0 with `parts` equal chunks: compute one, and append moved copies of it.
 
-        States and windows cannot be moved; a model that has some computes all chunks.
+        States and windows cannot be moved, so a model with states or windows computes all chunks.
         """
         if parts == 0:
             return
@@ -154,7 +154,10 @@ class LlamaCpp:
         lib.llama_memory_seq_rm(memory, 0, parts * size, -1)
 
     def _decode(self, context: Any, count: int, position: int) -> None:
-        """Append random tokens; choose the next one from the logits, as a greedy loop does."""
+        """Append `count` random tokens, or the last chosen token if `count` is 1; choose the next.
+
+        The next token is the greedy choice by the logits.
+        """
         random = np.random.default_rng(position)
         for first in range(0, count, self._BATCH):
             n = min(self._BATCH, count - first)
@@ -188,7 +191,7 @@ def llama_cpp_isa() -> str:
 def widest_isa(told: str) -> str:
     """Return the widest instruction set in llama.cpp's system information: `AVX2 = 1 | ...`.
 
-    AMX does not count (`_refuse_amx`).
+    AMX is ignored, because `_refuse_amx` disables it.
     """
     flags = [flag.rpartition(":")[2].partition("=") for flag in told.split("|")]
     here = {name.strip() for name, _, value in flags if value.strip() == "1"}
@@ -197,7 +200,7 @@ def widest_isa(told: str) -> str:
 
 
 def _silent(level: int, text: bytes, data: object) -> None:
-    """Print nothing, because llama.cpp's messages would be part of the report."""
+    """Ignore a message of llama.cpp, because it would be printed into the report."""
 
 
 _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_silent)

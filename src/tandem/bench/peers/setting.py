@@ -1,4 +1,4 @@
-"""What a compared system is given, and what it returns."""
+"""The input and the results of a compared system."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ class Setting:
     has_flash_attention: bool = False
     """llama.cpp's flash attention; slower on CPUs."""
     isa: str = ""
-    """Tandem's instruction set; "" selects this processor's best."""
+    """Tandem's instruction set; "" selects this processor's best instruction set."""
     may_repack: bool = True
     """Whether llama.cpp may repack weights into its own layouts, which is not always faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Tokens per second at one depth; shares are of a ceiling measured beside it."""
+    """Tokens per second at one depth, and the ceilings measured together with them."""
 
     prefill: float
     decode: float
@@ -47,7 +47,7 @@ class System(Protocol):
     """One compared system, with its model in memory."""
 
     def measure(self, depth: int) -> Speeds:
-        """Prefill a prompt after `depth` tokens and decode some steps; unknown ceilings are 0."""
+        """Time a prompt after `depth` tokens and then decode steps; unknown ceilings are 0."""
 
 
 class Chooser(System, Protocol):

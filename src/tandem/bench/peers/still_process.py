@@ -1,7 +1,7 @@
-"""A process that is stopped except while it answers: for systems that are timed in turns.
+"""A process that is stopped except while it answers, for systems that are timed in turns.
 
-Such systems spin their idle threads, bring their own OpenMP and may crash. None of this may disturb
-the measurement of the others.
+Such systems let their idle threads spin, have their own OpenMP and may crash. They must not disturb
+the measurement of another system.
 """
 
 import multiprocessing
@@ -19,8 +19,9 @@ Prepare = Callable[..., tuple[object, Callable[[Any], object]]]
 
 
 class StillProcess:
-    """One stopped process. Raises `OSError` with its own sentence if it fails. Close it when
-    done.
+    """One stopped process, which must be closed after use.
+
+    If the process fails, methods raise `OSError` with the message that it sent.
     """
 
     def __init__(self, prepare: Prepare, *arguments: object, seconds: float) -> None:
@@ -40,7 +41,7 @@ class StillProcess:
         os.kill(self.pid, signal.SIGSTOP)
 
     def ask(self, question: object, seconds: float) -> Any:
-        """Let the process run until it has answered; raises `OSError` after `seconds`."""
+        """Let the process run until it has answered; raises `OSError` if that exceeds `seconds`."""
         os.kill(self.pid, signal.SIGCONT)
         self._connection.send(question)
         answer = self._receive(seconds)
@@ -86,7 +87,7 @@ class StillProcess:
 
 
 def _serve(connection: Connection, prepare: Prepare, arguments: tuple[object, ...]) -> None:
-    """Answer until the other side closes; errors are sent as a sentence."""
+    """Answer until the other side closes the connection; an error is sent as its message."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process reports what Ctrl-C ended
     try:
         said, answer = prepare(*arguments)

@@ -27,8 +27,9 @@ class Tandem:
         self._bench = KernelBench(num_threads=setting.threads, isa=setting.isa)
 
     def measure(self, depth: int) -> Speeds:
-        """Measure speeds, with compute ceilings before and after and read rates between decode
-        steps.
+        """Measure speeds after `depth` tokens, and the ceilings.
+
+        Compute ceilings are measured before and after the run, read rates between decode steps.
         """
         work = Workload(
             prompt_tokens=self._setting.prompt, new_tokens=self._setting.steps, depth=depth

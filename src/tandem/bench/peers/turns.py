@@ -1,4 +1,4 @@
-"""Systems timed in turns: each is a process that is stopped while another one is timed."""
+"""Times systems in turns: each is a process that is stopped while another process is timed."""
 
 import itertools
 import statistics
@@ -28,14 +28,14 @@ def _prepared(make: Maker, setting: Setting) -> tuple[bool, Callable[[Any], obje
 
 
 class Turns:
-    """Several systems of which one runs at a time."""
+    """Several systems, of which only one runs at a time."""
 
     def __init__(self, processes: Mapping[str, StillProcess]) -> None:
         """Store the stopped processes by name."""
         self._processes = processes
 
     def measure(self, name: str, depth: int) -> Speeds:
-        """Let one system measure."""
+        """Let one system measure its speeds after `depth` tokens."""
         found: Speeds = self._processes[name].ask(methodcaller("measure", depth), _SECONDS)
         return found
 
@@ -52,7 +52,7 @@ class Turns:
 
 @contextmanager
 def standing_still(makers: Mapping[str, Maker], setting: Setting) -> Iterator[Turns]:
-    """Start each system in a process of its own; `OSError` names the one that cannot start."""
+    """Start each system in its own process; `OSError` names a system that cannot start."""
     with ExitStack() as running:
         processes = {}
         for name, make in makers.items():
@@ -70,7 +70,7 @@ def measure_rounds(
     depths: list[int],
     rounds: int,
 ) -> dict[str, dict[int, list[Speeds]]]:
-    """Measure the systems of each group in turn, depth by depth, and print the results."""
+    """Measure one group of systems after another, and print the results; see `measured`."""
     found: dict[str, dict[int, list[Speeds]]] = {}
     for makers in groups:
         with standing_still(makers, setting) as turns:
@@ -81,7 +81,7 @@ def measure_rounds(
 def measured(
     turns: Turns, names: Sequence[str], depths: Sequence[int], rounds: int, tell: Tell
 ) -> dict[str, dict[int, list[Speeds]]]:
-    """Measure systems that are running already, in turn, depth by depth."""
+    """Measure systems that are already started, in turns, depth by depth."""
     found: dict[str, dict[int, list[Speeds]]] = {
         name: {depth: [] for depth in depths} for name in names
     }
@@ -92,9 +92,7 @@ def measured(
 
 
 def ratios(ours: list[Speeds], theirs: list[Speeds]) -> tuple[float, float]:
-    """Return prefill and decode speed over another system's: medians of ratios of adjacent
-    turns.
-    """
+    """Return the ratios of prefill and decode speeds: medians of the ratios in each round."""
     pairs = list(zip(ours, theirs, strict=True))
     return (
         statistics.median(a.prefill / b.prefill for a, b in pairs),
@@ -103,7 +101,7 @@ def ratios(ours: list[Speeds], theirs: list[Speeds]) -> tuple[float, float]:
 
 
 def table(found: Mapping[str, Rounds], depths: Sequence[int]) -> list[str]:
-    """Return the medians as rows of Markdown; ratios are the first system's over the row's."""
+    """Return a Markdown table of medians; ratios are the first system's speed over the row's."""
     first = next(iter(found))
     rows = [
         f"| system | depth | prefill, decode tok/s | {first}'s over it | shares of the ceilings |",

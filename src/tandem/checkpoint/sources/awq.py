@@ -1,7 +1,7 @@
 """AWQ checkpoints of the gemm version: 4-bit codes with zero points, packed along the outputs.
 
-`x.qweight` (inputs, outputs / 8) and `x.qzeros` (groups, outputs / 8) hold eight outputs a word, in
-the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on; `x.scales` is (groups, outputs).
+`x.qweight` (inputs, outputs / 8) and `x.qzeros` (groups, outputs / 8) hold eight outputs per word,
+in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits up; `x.scales` is (groups, outputs).
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,9 @@ _PLACES = sum(nibble << 4 * output for output, nibble in enumerate(_NIBBLE_OF_OU
 
 
 def find_awq(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights of an AWQ checkpoint; `UnsupportedModelError` for versions other than
-    gemm.
+    """Return the weights of an AWQ checkpoint.
+
+    Raises `UnsupportedModelError` for versions other than gemm, and for other widths than 4 bits.
     """
     version, bits = str(config.get("version", "gemm")).lower(), int(config.get("bits", _BITS))
     if version != "gemm" or bits != _BITS:

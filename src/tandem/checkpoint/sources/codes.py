@@ -18,13 +18,13 @@ GROUP_SIZES = (128, 64, 32)  # of the packed formats, fewest scales first
 class Codes:
     """A (rows, cols) matrix by row; rows are the outputs.
 
-    `codes` depends on `kind`: "int" is whole numbers with value = (code - zero) * scale, "mxfp4" is
-    uint8 e2m1 bits, "fp8" is float8_e4m3fn. For a format with super-blocks or a table, `kind` is
-    the format's name and the codes are uint8 as stored. `scales` is (rows, groups), for fp8 (rows /
-    128, cols / 128), rounded up. `zeros` has the same shape; None for signed codes. With
-    super-blocks, scales and minima are int8 with fp16 factors (rows, super-blocks); for nvfp4 they
-    are e4m3 as uint8, with one fp32 factor per row. `input_order` (cols,) has the layer's input of
-    each column; None: in order.
+    `kind` says what `codes` are. "int": whole numbers with value = (code - zero) * scale. "mxfp4":
+    uint8 e2m1 bits. "fp8": float8_e4m3fn. For a format with super-blocks or a table, `kind` is the
+    format's name and the codes are uint8 as stored. `scales` is (rows, groups); for fp8 it is
+    (rows / 128, cols / 128), rounded up. `zeros` has the shape of `scales`; None for signed codes.
+    With super-blocks, scales and minima are int8, with fp16 factors (rows, super-blocks); for
+    nvfp4, scales are e4m3 as uint8, with one fp32 factor per row. `input_order` (cols,) has the
+    layer's input of each column; None if the columns have the order of the inputs.
     """
 
     kind: str
@@ -94,7 +94,7 @@ class Codes:
         return values
 
     def _in_groups_of(self, size: int, name: str) -> tuple[Tensor, Tensor | None]:
-        """Repeat scales and zeros for smaller groups."""
+        """Return scales and zeros repeated for smaller groups of `size` columns."""
         source = _group_size(self.codes.shape[1], self.scales.shape[1], name)
         if source % size:
             raise ModelError(
@@ -126,8 +126,8 @@ def integer_formats(
 ) -> list[WeightFormat]:
     """Return the formats that hold integer codes of a group size exactly, the smallest first.
 
-    A format with smaller groups holds them too, as scales may repeat; one scale for all `cols` fits
-    any group size.
+    A format with smaller groups holds the codes too, as scales may repeat; a single scale for all
+    `cols` fits any group size.
     """
     sizes = [size for size in GROUP_SIZES if group_size % size == 0 or group_size >= cols]
     if bits not in (4, 8) or (bits == 8 and has_zeros):
@@ -148,7 +148,7 @@ def _group_size(cols: int, groups: int, name: str) -> int:
 
 
 def input_order(group_of_input: Tensor, group_size: int, name: str) -> Tensor | None:
-    """Return the input that each column must hold so that groups are contiguous; None: they are.
+    """Return the input that each column must hold for contiguous groups; None if already so.
 
     `group_of_input` (cols,) is g_idx of checkpoints with activation order. Raises `ModelError` with
     `name` unless every group has `group_size` inputs.

@@ -1,8 +1,9 @@
 """compressed-tensors checkpoints: packed integers, int8, FP8 and NVFP4, as llm-compressor writes.
 
 Packed: `x.weight_packed` (outputs, inputs * bits / 32) int32, lowest bits first, codes plus half
-their range; `x.weight_scale` (outputs, groups); `x.weight_zero_point` (outputs * bits / 32, groups)
-packed along the outputs; `x.weight_g_idx` (inputs,) the group of each input; `x.weight_shape`.
+their range; `x.weight_scale` (outputs, groups); `x.weight_zero_point` (outputs * bits / 32,
+groups), packed along the outputs; `x.weight_g_idx` (inputs,), the group of each input;
+`x.weight_shape`.
 Plain: `x.weight` int8 or float8 with `x.weight_scale`.
 """
 
@@ -32,7 +33,7 @@ _PARTS = ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 
 
 def find_compressed_tensors(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights; raises `UnsupportedModelError` for other kinds of packing."""
+    """Return the weights of a checkpoint; `UnsupportedModelError` for other kinds of packing."""
     found = find_nvfp4(files)
     if not found.weights:
         found = find_fp8(files, config)
@@ -116,7 +117,7 @@ class PackedIntegers(FileWeight):
     bits: int
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return codes and scales as views of the file; None if the inputs are reordered."""
+        """Return codes and scales as file views; None for reordered inputs or another width."""
         words, scales, zeros, order = self._parts()
         if fmt.bits != self.bits or order is not None:
             return None

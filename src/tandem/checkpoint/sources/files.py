@@ -20,7 +20,7 @@ class TensorFiles:
     """The safetensors files of a directory as one collection."""
 
     def __init__(self, directory: Path, entries: dict[str, TensorEntry]) -> None:
-        """Serve the tensors of these entries."""
+        """Give access to the tensors of these entries."""
         self.directory = directory
         self.entries = entries
         self._open: dict[Path, Any] = {}
@@ -34,7 +34,7 @@ class TensorFiles:
         return tensor
 
     def slice_of(self, name: str) -> Any:
-        """Return the unread tensor in the form that Transformers' loader takes."""
+        """Return the unread tensor as safetensors' slice, which Transformers' loader indexes."""
         file = self.entries[name].file
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
@@ -49,8 +49,9 @@ class TensorFiles:
         return sum(self.entries[name].num_bytes for name in names)
 
     def layers_with(self, first: str, others: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-        """Yield (layer, tensor names) for each layer with a tensor `first`; the names include
-        `others`.
+        """Yield (layer, tensor names) for each layer with a tensor `first`.
+
+        The names are those of `first` and of the tensors among `others` that the layer has.
         """
         for name in self.entries:
             prefix, _, part = name.rpartition(".")
@@ -62,10 +63,10 @@ class TensorFiles:
 
 
 def open_tensors(directory: Path, index_name: str | None = None) -> TensorFiles:
-    """Return the tensors of a directory after checking that all files are there and whole.
+    """Return the tensors of a directory after checking that all files exist and are complete.
 
-    Raises `ModelError` naming the first missing, truncated or damaged file, or a tensor that is in
-    two files.
+    Raises `ModelError` naming the first missing, truncated or damaged file, or a tensor that
+    occurs in two files.
     """
     if index_name is None and (directory / INDEX_FILE).exists():
         index_name = INDEX_FILE
@@ -95,7 +96,7 @@ def open_tensors(directory: Path, index_name: str | None = None) -> TensorFiles:
 
 
 def _weight_map(directory: Path, index_name: str) -> dict[str, str]:
-    """Return the file of each tensor in an index; no file is outside the index's directory."""
+    """Return each tensor's file by an index; `ModelError` for a file outside its directory."""
     index = read_json(directory, index_name)
     weight_map, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(metadata, dict):
@@ -114,9 +115,10 @@ def _weight_map(directory: Path, index_name: str) -> dict[str, str]:
 
 
 def is_inside(name: object) -> TypeGuard[str]:
-    """Whether a value names a file inside the directory of the file that names it.
+    """Whether a value is a relative path that stays inside the directory.
 
-    Links to other places are fine, as in the hub's cache: a malicious file cannot create links.
+    Links out of the directory are allowed, as the hub's cache has them: a malicious file cannot
+    create links.
     """
     if not isinstance(name, str) or not name.isprintable() or "\\" in name:
         return False

@@ -14,23 +14,23 @@ from tandem.kernels.formats.file_rows import FileFields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileWeight:
-    """An unread weight of safetensors files; each format implements `read`."""
+    """An unread weight in safetensors files; the subclass of each format implements `read`."""
 
     name: str
     """The parameter's name in an unquantised checkpoint."""
     shape: tuple[int, ...]
     """(rows, cols), or (num_experts, rows, cols) for the experts of a layer in one tensor."""
     formats: Sequence[WeightFormat]
-    """Packed formats that hold it exactly, the smallest first; may be empty."""
+    """Packed formats that hold the weight exactly, the smallest first; may be empty."""
     what: str = ""
-    """A description of its codes, for the error if no format holds them."""
+    """A description of the codes, for the error message if no format holds them."""
     parts: Sequence[str]
-    """The names of the tensors that it consists of."""
+    """The names of the tensors that the weight consists of."""
     files: TensorFiles = field(repr=False)
     is_ordered: bool = False
     """Whether its columns may be in another order than the layer's inputs."""
     near_format: None = None
-    """The format to round to if each part has an exact format but no format holds them all."""
+    """The format to round to if parts need different formats; always None in safetensors."""
 
     @property
     def why_not(self) -> str:
@@ -47,24 +47,22 @@ class FileWeight:
         return self.files.read(f"{self.name.removesuffix('.weight')}.{part}")
 
     def read(self, expert: int | None = None) -> Codes:
-        """Read the matrix, or one expert's; raises `ModelError` if it is damaged."""
+        """Read the matrix, or that of one expert; raises `ModelError` if it is damaged."""
         raise NotImplementedError
 
     def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileFields] | None:
-        """Return the rows' places if native code can read them; None if it cannot."""
+        """Return the rows' places in the file if native code can read them; None otherwise."""
         fields = self.fields(fmt, expert) if fmt in self.formats else None
         return None if fields is None or not fields.fit(fmt) else [fields]
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return the codes as views of the file, for a format that holds them; None: unknown."""
+        """Return the codes as views of the file if `fmt` holds them unchanged; None otherwise."""
         return None
 
 
 @dataclass(slots=True)
 class Found:
-    """Quantised weights by the name of their unquantised parameter, and the tensors they consist
-    of.
-    """
+    """Quantised weights by the name of their unquantised parameter, and names of their tensors."""
 
     weights: dict[str, FileWeight] = field(default_factory=dict)
     parts: set[str] = field(default_factory=set)
@@ -76,9 +74,9 @@ class Found:
 
 
 def checked_group_size(files: TensorFiles, prefix: str, said: int, rows: int, cols: int) -> int:
-    """Return how many inputs share a scale; a `said` of 0 or less means all of them.
+    """Return how many inputs share a scale: the config's `said`, or all if that is 0 or less.
 
-    Raises `ModelError` if the scales' shape disagrees.
+    Raises `ModelError` if the shape of the scales contradicts the group size.
     """
     group_size = cols if said <= 0 else said
     shape = files.shape(f"{prefix}.scales")

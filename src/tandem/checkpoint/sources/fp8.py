@@ -1,8 +1,9 @@
 """FP8 checkpoints: e4m3 codes with a scale for each block of 128 x 128 (DeepSeek-V3, Qwen3-FP8).
 
-`x.weight` is float8_e4m3fn, `x.weight_scale_inv` (or `x.weight_scale`) its scales. One scale for
-the whole matrix stands for all blocks; one for each row has no packed format. DeepSeek-V4 calls
-scales `x.scale`, has them as E8M0 exponents, and its experts' weights are int8: e2m1 (`mxfp4`).
+`x.weight` is float8_e4m3fn; its scales are `x.weight_scale_inv` or `x.weight_scale`. A single scale
+for the whole matrix applies to all blocks; no packed format holds a scale for each row. DeepSeek-V4
+names the scales `x.scale` and stores them as E8M0 exponents; its experts' weights are e2m1 codes
+with dtype int8 (`mxfp4`).
 """
 
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ class Fp8Weight(FileWeight):
         return Codes("fp8", codes, self._block_scales(scales).contiguous())
 
     def _numbers(self) -> Tensor:
-        """Return the scales as numbers; exponents are converted."""
+        """Return the scales as floating-point numbers; E8M0 exponents become fp32."""
         scales = self.files.read(self.scales)
         return scales.float() if scales.element_size() == 1 else scales
 

@@ -1,7 +1,8 @@
-"""GGUF files of models, with experts or without: blocks that packed formats hold keep their codes.
+"""Reads GGUF models with or without experts; blocks that a packed format holds keep their codes.
 
-Gate and up of a layer's experts are separate tensors (in some files one), (num_experts, rows,
-cols), in blocks along the columns. `gguf_models` knows each architecture's names and orders.
+Gate and up of a layer's experts are separate tensors (in some files a single tensor), of shape
+(num_experts, rows, cols), in blocks along the columns. `gguf_models` has each architecture's tensor
+names and row orders.
 """
 
 import re
@@ -63,8 +64,8 @@ def open_gguf(
 ) -> tuple[PreTrainedConfig, Source]:
     """Return the Transformers config of a GGUF file, and its weights.
 
-    `model_of` builds the config's model on the meta device; `adapt` changes the config before.
-    Raises as `read_gguf_header` does.
+    `model_of` must build the config's model on the meta device; `adapt` may change the config
+    before that. Raises the same errors as `read_gguf_header`, for impossible values too.
     """
     header = read_gguf_header(file)
     config = config_of(header)
@@ -79,8 +80,10 @@ def open_gguf(
 
 
 def config_of(header: GgufHeader) -> PreTrainedConfig:
-    """Return the config of a file; `UnsupportedModelError` if the installed Transformers is too
-    old.
+    """Return the Transformers config of a GGUF file.
+
+    Raises `ModelError` for damaged metadata, and `UnsupportedModelError` if the installed
+    Transformers cannot make the config.
     """
     try:
         return ARCHITECTURES[header.architecture].config(header)
@@ -125,7 +128,7 @@ def _require_counts(header: GgufHeader) -> None:
 
 
 def _dense_dtype(header: GgufHeader) -> torch.dtype:
-    """Return the dtype of tensors without blocks: fp16 if the file has it, otherwise bf16."""
+    """Return the dtype of dense parts: fp16 if matrices are fp16, or fp16 and fp32; else bf16."""
     kinds = {t.tensor_type.name for t in header.tensors.values() if len(t.shape) > 1} - {"I32"}
     return torch.float16 if "F16" in kinds and kinds <= {"F16", "F32"} else torch.bfloat16
 
@@ -133,8 +136,9 @@ def _dense_dtype(header: GgufHeader) -> torch.dtype:
 def gguf_source(
     header: GgufHeader, shapes: Mapping[str, torch.Size], config: PreTrainedConfig
 ) -> Source:
-    """Return the file's tensors under the names of `config`'s parameters, which have these
-    shapes.
+    """Return the file's tensors under the names of the parameters of `config`'s model.
+
+    `shapes` maps these names to the parameters' shapes.
     """
     architecture = ARCHITECTURES[header.architecture]
     recipes = {
@@ -175,9 +179,7 @@ def gguf_source(
 def find_recipe(
     architecture: Architecture, parameter: str, tensors: Container[str]
 ) -> Recipe | None:
-    """Return how to make a parameter of the model from the file's tensors; None: it cannot be
-    made.
-    """
+    """Return how to make a model's parameter from these tensors; None if that is impossible."""
     found = _IN_LAYER.fullmatch(parameter)
     before = f"blk.{found['layer']}." if found else ""
     own = found["name"] if found else parameter
@@ -192,5 +194,5 @@ def _made(values: Values, config: PreTrainedConfig, parts: list[Tensor]) -> Tens
 
 
 def _factor_name(name: str) -> str:
-    """Return the name of the tensor that a matrix must be multiplied by, if there is one."""
+    """Return the name that the factor of a matrix has, if the file has one; else an empty name."""
     return f"{name.removesuffix('.weight')}.scale" if name.endswith(".weight") else ""

@@ -1,4 +1,4 @@
-"""Which packed format holds which GGUF blocks, and how their codes are translated."""
+"""Finds the packed format that holds GGUF blocks of a type, and converts their codes."""
 
 from collections.abc import Collection
 from functools import cache
@@ -25,9 +25,7 @@ _WIDER = {
 
 
 def common_format(kinds: Collection[str]) -> WeightFormat | None:
-    """Return the smallest packed format that holds blocks of all these types; None: there is
-    none.
-    """
+    """Return the smallest packed format that holds blocks of all these types; None if none does."""
     held = [(name, *_WIDER.get(name, ())) for name in map(FORMATS.get, kinds) if name is not None]
     common = [name for name in held[0] if all(name in others for others in held)] if held else []
     return find_format(common[0]) if common and len(held) == len(kinds) else None
@@ -35,7 +33,7 @@ def common_format(kinds: Collection[str]) -> WeightFormat | None:
 
 @cache
 def code_table(kind: str, fmt: WeightFormat) -> Tensor | None:
-    """Return `FileBlocks.table` to convert blocks of a type to a format; None: keep the codes."""
+    """Return the `FileBlocks.table` that converts a type's codes to a format; None if unchanged."""
     own = find_format(FORMATS[kind])
     if own == fmt:
         return None

@@ -74,7 +74,7 @@ class GgufHeader:
     """The file; the first one of a split model."""
     architecture: str
     fields: Mapping[str, Value]
-    """Numbers, strings and arrays of numbers; for an array of strings only its length is read."""
+    """Numbers, strings and arrays of numbers; an array of strings is replaced by its length."""
     tensors: Mapping[str, GgufTensor]
 
     def value(self, key: str, default: Value = None) -> Value:
@@ -82,9 +82,7 @@ class GgufHeader:
         return self.at(f"{self.architecture}.{key}", default)
 
     def at(self, key: str, default: Value = None) -> Value:
-        """Return a metadata value by its whole key; `ModelError` if it has another type than
-        `default`.
-        """
+        """Return a metadata value by its whole key; `ModelError` if it is invalid for the key."""
         value = self.fields.get(key)
         if value is None:
             return default
@@ -97,9 +95,7 @@ class GgufHeader:
         return value
 
     def rows(self, tensor_name: str) -> int | None:
-        """Return the number of outputs of a matrix (or of each expert's); None if it does not
-        exist.
-        """
+        """Return the number of a matrix's outputs (of each expert's); None if it does not exist."""
         tensor = self.tensors.get(tensor_name)
         return None if tensor is None or len(tensor.shape) < 2 else tensor.shape[1]
 
@@ -111,15 +107,13 @@ class GgufHeader:
 
     @property
     def experts(self) -> GgufTensor | None:
-        """One tensor of a layer's experts: the first projection or a part of it. None: no
-        experts.
-        """
+        """Some layer's tensor of experts: the first projection or a part of it; None if dense."""
         ends = (f"{end}.weight" for end in _EXPERTS)
         return next((t for end in ends for name, t in self.tensors.items() if end in name), None)
 
     @property
     def expert_width(self) -> int | None:
-        """The intermediate size of the experts."""
+        """The intermediate size of the experts; None without experts."""
         experts = self.experts
         if experts is None or len(experts.shape) < 2:
             return None
@@ -221,7 +215,7 @@ def read_part(file: Path) -> tuple[dict[str, Value], dict[str, GgufTensor]]:
 
 
 class _DamagedError(Exception):
-    """Says in half a sentence what is wrong with a file."""
+    """Damage of a file; the message is a clause that says what is wrong."""
 
 
 class _Reader:
@@ -265,7 +259,7 @@ class _Reader:
         return struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}"), "its header"))[0]
 
     def _counted(self, count: int, least_bytes: int, what: str) -> int:
-        """Return the number of items of this many bytes each; raises if they exceed the file."""
+        """Return `count`; raises if that many items of at least this size exceed the file."""
         if count * least_bytes > self._size - self._at:
             raise _DamagedError(f"it should have {count} {what}, but ends before them")
         return count
@@ -295,7 +289,7 @@ class _Reader:
         raise _DamagedError(f"{key} has a value of unknown type {kind}")
 
     def _array(self, kind: int, count: int, key: str) -> Value:
-        """Return an array of numbers as a list; of strings only their number."""
+        """Return an array of numbers as a list, and an array of strings as its length."""
         if kind in _SCALARS:
             dtype = np.dtype(_SCALARS[kind][1])
             size = self._counted(count, dtype.itemsize, f"values of {key}") * dtype.itemsize
@@ -336,7 +330,7 @@ class _Reader:
 
 
 def _kind(name: str, kind: int) -> tuple[int, int, IntEnum]:
-    """Return the numbers and bytes per block of a type, and its name in the gguf package."""
+    """Return a type's numbers and bytes per block, and its enum member in the gguf package."""
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:

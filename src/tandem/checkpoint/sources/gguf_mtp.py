@@ -1,7 +1,7 @@
 """MTP layers in GGUF files: after a model's own layers, or alone in a file beside the model's.
 
-llama.cpp's converter omits DeepSeek-V4's from the model's file. With `--mtp` it writes the layer
-with the token embedding and the output head into a file of its own, `mtp-*.gguf`.
+llama.cpp's converter omits DeepSeek-V4's MTP layer from the model's file. With `--mtp` it writes
+the layer, the token embedding and the output head into a separate file, `mtp-*.gguf`.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ _NORM = "blk.0.nextn.shared_head_norm.weight"
 
 
 def find_mtp(file: Path, hidden_size: int) -> list[GgufHeader]:
-    """Return the headers of a model's MTP layers, one single-layer model each, in order.
+    """Return a header for each MTP layer of a model, as a model of one layer, in order.
 
-    The layers are in the model's GGUF file, or in one beside it with the same hidden size. Raises
-    `UnsupportedModelError` if there are none, and `ModelError` for a damaged file.
+    The layers are in the model's GGUF file, or in a file beside it with the same hidden size.
+    Raises `UnsupportedModelError` if no file has MTP layers, and `ModelError` for a damaged file.
     """
     header = read_header(file)
     if header.architecture != _ARCHITECTURE:
@@ -73,7 +73,7 @@ def _layers_in(header: GgufHeader, hidden_size: int) -> list[GgufHeader]:
 
 
 def _alone(header: GgufHeader, layer: int) -> GgufHeader:
-    """Return a layer as a model of its own, with embedding and head of the model it belongs to."""
+    """Return a layer as a model of its own, with the file's `output_` tensors and its own norm."""
     before = f"blk.{layer}."
     tensors = {
         f"blk.0.{name.removeprefix(before)}": tensor

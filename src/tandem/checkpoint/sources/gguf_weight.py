@@ -71,8 +71,9 @@ class GgufWeight:
 
     @property
     def near_format(self) -> WeightFormat | None:
-        """The format that blocks of mixed types are rounded to; it costs half a percent of a
-        group's values.
+        """The format that blocks of mixed types are rounded to; None if that is not needed.
+
+        Rounding errors are at most half a percent of a group's largest value.
         """
         are_held = all(tensor.tensor_type.name in FORMATS for tensor in self.tensors)
         return find_format("int8-g32") if are_held and not self.formats else None
@@ -85,7 +86,7 @@ class GgufWeight:
     def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileBlocks] | None:
         """Return the blocks of the matrix (or of an expert's), one part per tensor.
 
-        None if a format cannot take them as they are; then `read` returns their codes.
+        None if they cannot be stored unchanged; `read` must then be used.
         """
         is_joined = self.row_order is not None and len(self.tensors) > 1
         if fmt not in self.formats or self.is_ordered or is_joined:
@@ -120,9 +121,7 @@ class GgufWeight:
 
 
 class PlainTensor:
-    """A weight that is not quantised, or is computed from others; it is read when Transformers
-    indexes it.
-    """
+    """A weight that is unquantised or computed, and is read when Transformers indexes it."""
 
     def __init__(
         self,
@@ -167,7 +166,7 @@ class PlainTensor:
 def _placed(blocks: FileBlocks, fmt: WeightFormat, name: str) -> CodedMatrix:
     """Return the codes of blocks as a format stores them, by row.
 
-    They use memory of their own: in a shared chunk, anything that is kept would keep all of it.
+    They have memory of their own: in a shared chunk, a part that is kept would keep all the chunk.
     """
     rows, cols, kind = blocks.num_rows, blocks.num_cols, fmt.encoding.scale
     data = torch.empty(fmt.data_bytes(rows, cols), dtype=torch.uint8, device="cpu")
@@ -185,7 +184,7 @@ def _factor(factor: GgufTensor, expert: int | None) -> Tensor:
 
 
 def tensor_values(tensor: GgufTensor, factor: GgufTensor | None = None) -> Tensor:
-    """Return the values of a tensor outside the experts, multiplied by those of `factor`."""
+    """Return the values of a tensor outside the experts, times the number in `factor`."""
     if tensor.tensor_type.name in PLAIN_DTYPES:
         return _plain_values(tensor)
     values = _dequantised(tensor, None)
@@ -200,7 +199,7 @@ def _plain_values(tensor: GgufTensor) -> Tensor:
 
 
 def _dequantised(tensor: GgufTensor, expert: int | None) -> Tensor:
-    """Return the values of blocks, or of one expert's, by the gguf package: fp32."""
+    """Return the fp32 values of blocks, or of one expert's, as the gguf package decodes them."""
     from gguf import dequantize
 
     rows = tensor.data if expert is None else tensor.data[expert]

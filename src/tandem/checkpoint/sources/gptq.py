@@ -2,7 +2,7 @@
 
 `x.qweight` (inputs * bits / 32, outputs) and `x.qzeros` (groups, outputs * bits / 32) hold the
 lowest bits first, `x.scales` is (groups, outputs), `x.g_idx` (inputs,) is the group of each input.
-Zero points are stored less one, except in `checkpoint_format` gptq_v2.
+Zero points are stored minus one, except in `checkpoint_format` gptq_v2.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,7 @@ from tandem.kernels.formats.source_codes import minima_of
 
 
 def find_gptq(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights of a GPTQ checkpoint; raises `UnsupportedModelError` for unsupported bit
-    widths.
-    """
+    """Return the weights of a GPTQ checkpoint; `UnsupportedModelError` unless of 4 or 8 bits."""
     bits = int(config.get("bits", 4))
     if bits not in (4, 8):
         raise UnsupportedModelError(
@@ -73,7 +71,7 @@ class GptqWeight(FileWeight):
     zero_offset: int
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return codes and scales as views of the file; None if the inputs are reordered."""
+        """Return codes and scales as file views; None for reordered inputs or another width."""
         if fmt.bits != self.bits or self._order() is not None:
             return None
         words, scales, zeros = self._parts()
@@ -103,7 +101,7 @@ class GptqWeight(FileWeight):
         return input_order(self.files.read(name), self.group_size, name)
 
     def _are_middle(self, zeros: Tensor) -> bool:
-        """Whether codes are symmetric; `ModelError` if the config claims it and they are not."""
+        """Whether the config says that codes are symmetric; `ModelError` if they are not."""
         middle = 1 << (self.bits - 1)
         if self.is_symmetric and not (zeros == middle).all():
             raise ModelError(

@@ -1,7 +1,7 @@
 """llama.cpp's imatrix files: mean squares of inputs, under llama.cpp's tensor names.
 
-The current form is GGUF, with sums and token counts. The old form (.dat) has means without counts;
-experts that no token reached have ones there.
+The current form is GGUF, with sums and token counts. The old form (.dat) has means without counts,
+which are 1 for experts that no token reached.
 """
 
 import struct

@@ -1,7 +1,7 @@
-"""MXFP4: e2m1 codes, two a byte, the first in the low bits, with one E8M0 exponent for 32 inputs.
+"""MXFP4: e2m1 codes, two per byte, first in the low bits, with an E8M0 exponent for 32 inputs.
 
 gpt-oss has the experts of a layer in `x_blocks` (num_experts, outputs, groups, 16) and `x_scales`
-(num_experts, outputs, groups). DeepSeek-V4 has each matrix by itself in an FP8 checkpoint:
+(num_experts, outputs, groups). DeepSeek-V4 stores each matrix separately, in FP8 checkpoints:
 `x.weight` (outputs, inputs / 2) int8 and `x.scale` (outputs, groups).
 """
 
@@ -48,9 +48,7 @@ def find_mxfp4(files: TensorFiles, config: JsonObject) -> Found:
 
 
 def mxfp4_matrix(files: TensorFiles, name: str) -> "Mxfp4Weight":
-    """Return a matrix of int8 codes by its tensor's name; `ModelError` if its scales are not
-    E8M0.
-    """
+    """Return the matrix with the int8 codes of tensor `name`; `ModelError` without E8M0 scales."""
     scales = f"{name.removesuffix('.weight')}.scale"
     found, codes = files.entries.get(scales), files.entries[name]
     cols = 2 * codes.shape[-1] if codes.shape else 0

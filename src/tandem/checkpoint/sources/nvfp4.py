@@ -1,8 +1,9 @@
-"""NVFP4 checkpoints of compressed-tensors and ModelOpt: e2m1 codes with e4m3 scales of 16 inputs.
+"""NVFP4 checkpoints of compressed-tensors and ModelOpt: e2m1 codes, an e4m3 scale for 16 inputs.
 
-Two codes a byte, the first in the low bits, (outputs, inputs / 2) uint8; `x.weight_scale` (outputs,
-inputs / 16) float8. compressed-tensors calls the codes `x.weight_packed` and divides by
-`x.weight_global_scale`; ModelOpt calls them `x.weight` and multiplies with `x.weight_scale_2`.
+The codes are (outputs, inputs / 2) uint8, two per byte, the first in the low bits; the scales are
+`x.weight_scale`, (outputs, inputs / 16) float8. compressed-tensors names the codes
+`x.weight_packed` and divides values by `x.weight_global_scale`; ModelOpt names the codes `x.weight`
+and multiplies values by `x.weight_scale_2`.
 """
 
 from dataclasses import dataclass
@@ -27,8 +28,9 @@ _UNUSED = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 
 
 def find_modelopt(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the NVFP4 or FP8 weights of a ModelOpt checkpoint; `UnsupportedModelError` for
-    others.
+    """Return the NVFP4 or FP8 weights of a ModelOpt checkpoint.
+
+    Raises `UnsupportedModelError` for weights in other formats.
     """
     algorithm = str(config.get("quant_algo"))
     if algorithm == "FP8":

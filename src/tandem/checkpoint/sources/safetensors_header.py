@@ -32,7 +32,7 @@ class TensorEntry:
 
     @property
     def most_elements(self) -> int:
-        """The largest number of weights in this many bytes: a code may be narrow."""
+        """The largest number of weights that the bytes can hold; a code may have a single bit."""
         bits = _BITS[self.dtype]
         is_float = self.dtype.startswith(("F", "BF")) and bits >= 8
         return math.prod(self.shape) if is_float else self.num_bytes * 8

@@ -1,4 +1,4 @@
-"""A quantised checkpoint in the form that Transformers' loader and the host store take."""
+"""A quantised checkpoint in the form that Transformers' loader and the host store accept."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -39,11 +39,12 @@ StoredWeight = FileWeight | GgufWeight
 class SourceTensor:
     """An unread weight that passes through Transformers' loader to an operation of Tandem.
 
-    The loader would index it to read it, and then cast it; both return this object unread.
+    The loader reads a tensor by indexing it, and then casts it; here, neither operation reads the
+    weight.
     """
 
     def __init__(self, weight: StoredWeight, dtype: torch.dtype | None = None) -> None:
-        """Stand for a weight; `dtype` is the dtype that its values will have."""
+        """Stand for a weight whose values will have this dtype, by default fp32."""
         self.weight = weight
         self.dtype = dtype or torch.float32
         self.shape = torch.Size(weight.shape)
@@ -52,7 +53,7 @@ class SourceTensor:
         return self
 
     def to(self, device: object = None, dtype: torch.dtype | None = None) -> "SourceTensor":
-        """Remember a dtype; nothing is read."""
+        """Return the unread weight with another dtype for its values."""
         return self if dtype is None else SourceTensor(self.weight, dtype)
 
     def values(self) -> Tensor:
@@ -70,7 +71,7 @@ class FormatFound(NamedTuple):
     format: ExpertFormat | None
     """The format of the experts; None if the checkpoint does not quantise them."""
     rounded: str
-    """The experts' parts that are rounded to the format; empty if it holds all of them exactly."""
+    """The weight that is rounded, why, and to which format; empty if all are held exactly."""
     coded: tuple[str, ...]
     """Parameters stored as codes that the format holds exactly."""
 
@@ -86,10 +87,10 @@ class Source:
         *,
         plain_experts: Mapping[str, WeightFormat | None] = MappingProxyType({}),
     ) -> None:
-        """Describe a checkpoint; `plain` holds the unquantised tensors as Transformers takes them.
+        """Describe a checkpoint; `plain` has the unquantised tensors as Transformers loads them.
 
-        `plain_experts` maps the experts' parameters among them to the format that holds them; None
-        for fp32, which no format holds.
+        `plain_experts` maps the experts' parameters in `plain` to the format that holds them, or to
+        None if they are fp32, which no format holds.
         """
         self.method = method
         self.weights = weights
@@ -108,8 +109,9 @@ class Source:
     def expert_format(self, targets: Mapping[str, str], module: str) -> "FormatFound":
         """Return the packed formats that hold a module's experts.
 
-        `targets` maps checkpoint names to parameters. Returns no format if these experts are not
-        quantised. Raises `UnsupportedModelError` if no format holds all of a projection.
+        `targets` maps checkpoint names to parameters. The result's `format` is None if these
+        experts are not quantised. Raises `UnsupportedModelError` if no format holds all weights of
+        a projection.
         """
         names = ("gate_up_proj", "up_proj"), ("down_proj",)
         projections = [[f"{module}.{name}" for name in of_one] for of_one in names]
@@ -130,7 +132,7 @@ class Source:
     def _common_format(
         self, targets: Mapping[str, str], parameters: Sequence[str]
     ) -> tuple[WeightFormat | None, str]:
-        """Return the format that holds these parameters, and those that must be rounded to it."""
+        """Return the format of these parameters, and the reason if they are rounded to it."""
         weights = [w for name, w in self.weights.items() if targets.get(name) in parameters]
         if not weights:
             return None, ""

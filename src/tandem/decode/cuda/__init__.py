@@ -1,1 +1,1 @@
-"""Sequences on a GPU: their slots, and steps as captured graphs."""
+"""Sequence slots on a GPU, and decode steps as captured graphs."""

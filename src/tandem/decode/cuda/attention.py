@@ -26,8 +26,9 @@ _TRIED_RING = 16  # positions
 
 @functools.lru_cache(maxsize=8)
 def decode_kernels(device: torch.device) -> DecodeKernels | None:
-    """Return the attention kernels of a GPU; None: use torch, because Triton is missing or
-    fails.
+    """Return the attention kernels of a GPU.
+
+    None if torch must be used, because Triton is missing or fails.
     """
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
@@ -47,7 +48,7 @@ def decode_kernels(device: torch.device) -> DecodeKernels | None:
 def compressed_kernels(device: torch.device) -> DecodeKernels | None:
     """Return the attention kernels for a model with compressed keys; None: use torch.
 
-    Compressors and residual streams, which such a model has too, are tried as well.
+    The trial includes compressors and residual streams, because such a model has them too.
     """
     kernels = decode_kernels(device)
     if kernels is None:
@@ -87,8 +88,9 @@ def state_kernels(kernels: DecodeKernels | None) -> StateKernels | None:
 
 
 def stream_kernels(kernels: DecodeKernels | None) -> StreamKernels | None:
-    """Return the kernels that mix residual streams beside `kernels`; None: use the model's own
-    code.
+    """Return the kernels that mix residual streams, for use with `kernels`.
+
+    None if the model's own code must be used.
     """
     if kernels is None:
         return None
@@ -98,7 +100,10 @@ def stream_kernels(kernels: DecodeKernels | None) -> StreamKernels | None:
 
 
 def _try(kernels: DecodeKernels, device: torch.device) -> None:
-    """Attend to one token, so that the result is its value; raises an error otherwise."""
+    """Attend to one token, and run a convolution; raise an error if a result is wrong.
+
+    Attention to a single token must return the token's value.
+    """
     zeros = partial(_zeros, device)
     layer = LayerMemory(_TRIED, 1, 16, torch.float16, zeros)
     places = (torch.zeros(1, dtype=torch.int64, device=device),) * 2  # slot 0, position 0
@@ -119,7 +124,10 @@ def _try(kernels: DecodeKernels, device: torch.device) -> None:
 
 
 def _try_compressed(kernels: DecodeKernels, device: torch.device) -> None:
-    """Try a window beside a compressed key, making and selecting such keys, and mixing streams."""
+    """Try the kernels of a model with compressed keys; raise an error if a result is wrong.
+
+    They attend to a window beside a compressed key, make and select such keys, and mix streams.
+    """
     states, streams = state_kernels(kernels), stream_kernels(kernels)
     assert states is not None
     assert streams is not None

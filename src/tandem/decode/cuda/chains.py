@@ -1,6 +1,7 @@
 """Fuses chains of small elementwise operations of a recorded step into one launch on a GPU.
 
-Activations, gates and decays: a value with a single reader is computed where it is read.
+Such chains are activations, gates and decays. A value that only one operation reads is computed in
+the same launch as that operation.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from tandem.recording.recorder import Operation, Ref
 
 
 def find_chains(graph: Graph) -> Iterator[Found]:
-    """Find chains of two or more operations, those that end last first."""
+    """Find chains of two or more operations; the chain that ends last is found first."""
     places = {id(operation): place for place, operation in enumerate(graph.operations)}
     taken: set[int] = set()
     for root in reversed(graph.operations):
@@ -57,7 +58,10 @@ def _is_operand(value: object, graph: Graph) -> TypeGuard[Ref | float]:
 
 
 def _grown(graph: Graph, root: Operation) -> tuple[list[Operation], list[Ref]]:
-    """Return an operation together with its exclusive inputs' operations, and their inputs."""
+    """Return the chain that ends with `root`, and the tensors that the chain reads.
+
+    An operation joins the chain if only operations of the chain read its result.
+    """
     from tandem.triton_kernels.chains import MOST_SOURCES, MOST_STEPS
 
     shape = graph.tensor(_result(root)).shape
@@ -94,7 +98,7 @@ def _tensors(graph: Graph, operation: Operation) -> list[Ref]:
 
 
 def _fit(graph: Graph, sources: list[Ref], shape: torch.Size) -> bool:
-    """Tell whether the kernel can read all of some tensors, broadcast to a shape."""
+    """Tell whether the kernel can read every one of `sources`, broadcast to `shape`."""
     from tandem.triton_kernels.chains import strides_in
 
     return (

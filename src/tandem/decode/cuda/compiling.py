@@ -1,6 +1,4 @@
-"""Compiles and loads everything that decode steps launch besides experts, before the first
-token.
-"""
+"""Compiles and loads, before the first token, the kernels of decode steps except experts'."""
 
 import contextlib
 from collections.abc import Callable
@@ -18,9 +16,10 @@ def step_compilations(
     model: PreTrainedModel,
     find_kernels: Callable[[PreTrainedModel], DecodeKernels | None] = kernels_for,
 ) -> list[Callable[[], None]]:
-    """Return callables, one per step size, that leave nothing to compile at capture.
+    """Return callables, one per step size, that compile all that a capture would compile.
 
-    The experts modules must be bound to an executor that computes nothing.
+    The experts modules must be bound to an executor that computes nothing. The list is empty if
+    slots cannot serve the model.
     """
     try:
         pool = CudaSlotPool(model, MAX_GRAPH_TOKENS, find_kernels=find_kernels)

@@ -1,8 +1,8 @@
-"""What a decode step on a GPU costs beside its experts: timed as it will run, in captured segments.
+"""Times a GPU decode step without its experts, as captured graphs, which is how steps will run.
 
 The model's own code takes several times as long because of the host. Steps are timed as one graph
-without experts, and again in segments with the costs of every planned layer: a graph break, and a
-wait for the router's choice.
+without experts. They are timed again in segments, with the costs of a planned layer: a graph break,
+and a wait for the router's choice.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _PROMPT_TOKENS, _STEPS_BEFORE, _STEPS = 16, 8, 12
 
 
 class _HandOver(NoExperts):
-    """Reads the routers' choices, and computes nothing."""
+    """An executor that waits for the routers' choices, and computes no experts."""
 
     def __init__(self, store: HostStore, device: Device) -> None:
         super().__init__(store)
@@ -43,7 +43,7 @@ class _HandOver(NoExperts):
 
 
 class _NoLayers:
-    """Computes nothing inside a graph."""
+    """Graph layers without experts: each result is zero."""
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
@@ -68,10 +68,11 @@ def with_captured_steps(
     device: Device,
     make_capture: MakeCapture,
 ) -> HardwareProfile:
-    """Return a profile whose dense parts, for few tokens, were measured on captured steps.
+    """Return a profile with times of dense parts, for few tokens, measured on captured steps.
 
-    Its host costs are what graph breaks add to a layer. Returns the profile unchanged if the
-    model's steps cannot be captured. Afterwards the experts modules must be bound again.
+    The profile's host costs are the time that a graph break adds to a layer. Returns the profile
+    unchanged if the model's steps cannot be captured. The caller must bind the experts modules
+    again afterwards.
     """
     bind_all(bound, _HandOver(store, device))
     found = [_step_seconds(model, n, make_capture, _NoLayers()) for n in STEP_ROWS]
@@ -102,7 +103,10 @@ def _step_seconds(
     make_capture: MakeCapture,
     layers: GraphLayers | None = None,
 ) -> float | None:
-    """Time a decode step of `num_slots` slots, with breaks without `layers`; None: not captured."""
+    """Return the seconds of a decode step of `num_slots` slots; None if it cannot be captured.
+
+    Without `layers`, the step has a graph break at each MoE layer.
+    """
     prompt = warm_up_ids(model, _PROMPT_TOKENS).tolist()
     capacity = _PROMPT_TOKENS + _STEPS_BEFORE + _STEPS
     tokens = dict.fromkeys(range(num_slots), prompt[0])

@@ -1,8 +1,8 @@
-"""Groups of a recorded step that become one launch on a GPU: those of the CPU, and more.
+"""Groups of a recorded step's operations that become one launch on a GPU.
 
-A sum is computed with the norm that reads it. Two rotary embeddings with the same angles are one
-launch, and so are chains of elementwise operations (`tandem.decode.cuda.chains`). Recurrences read
-keys that several heads share without repeating them.
+Besides the groups that are fused on the CPU, a sum is computed with the norm that reads it. Two
+rotary embeddings with the same angles become one launch, and so does a chain of elementwise
+operations (`tandem.decode.cuda.chains`). Recurrences read shared keys without repeating them.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def _sums_with_norms(graph: Graph) -> Iterator[Found]:
 
 
 def _settings(operation: Operation, function: object) -> dict[str, object] | None:
-    """Return an operation's other arguments if it calls this function; otherwise None."""
+    """Return the keyword arguments bound to an operation that calls `function`; otherwise None."""
     call = operation.function
     return call.keywords if isinstance(call, partial) and call.func is function else None
 
@@ -96,7 +96,7 @@ def _pairs_of_rotaries(graph: Graph) -> Iterator[Found]:
 
 
 def _repeated_keys(graph: Graph) -> Iterator[Found]:
-    """Find recurrences whose queries and keys are first repeated; the kernel does not need that."""
+    """Find recurrences whose queries and keys are repeated first, which the kernel can skip."""
     for recur in graph.operations:
         if recur.name != "recur":
             continue
@@ -147,5 +147,5 @@ def _finders() -> tuple[Finder, ...]:
 def fuse_for_gpu(
     operations: list[Operation], tensors: list[Tensor], fixed: set[int]
 ) -> list[Operation]:
-    """Return the operations with groups fused; `fixed` are the tensors that never change."""
+    """Return the operations with groups fused; `fixed` has the numbers of constant tensors."""
     return replaced(_finders(), operations, tensors, fixed, TOKEN_DTYPES)

@@ -1,15 +1,15 @@
-"""A decode step as CUDA graphs: between the experts of two layers, nothing but a replay.
+"""A decode step as CUDA graphs: the host replays one graph segment between two layers' experts.
 
 The model's own code runs once while its work is captured. Experts are graph breaks: a graph segment
-ends there, and the next begins with a tensor that stands for the experts' result. A replay runs
-segment, experts, segment, experts, to the end. Rows that are read from the disk are graph breaks
-too. All addresses are fixed:
+ends there, and the next segment begins with the tensor that will hold the experts' result. A replay
+runs segments and experts in turn, to the end. Reading rows of a table from the disk is a graph
+break too. All addresses are fixed:
 
     inputs (ids, positions, masks, KV cache) -> segment -> hidden, choice, weights (kept)
       -> executor -> copied into the result's tensor -> next segment
 
-A segment of many layers is several graphs: a launch takes the host a microsecond per kernel, and
-the GPU begins only after the launch.
+A segment of many layers is split into several graphs: a launch takes the host a microsecond per
+kernel, and the GPU begins only after the launch.
 """
 
 import contextlib
@@ -56,16 +56,16 @@ ExpertsArguments = tuple[int, Tensor, Tensor, Tensor, ExpertFunctions]
 
 
 class GraphBreak(NamedTuple):
-    """A call between two graph segments: of the executor, or of a reader of rows on the disk."""
+    """A call between two graph segments: to the executor, or to a reader of rows on the disk."""
 
     function: Callable[..., Tensor]
     args: tuple[object, ...]
     result: Tensor
     first: tuple[Callable[[], object], ...]
-    """Reports on the segment before, such as what a router has read."""
+    """Calls made before `function`: reports on the previous segment, such as a router's input."""
 
     def run(self) -> None:
-        """Make the call after the segment before it; its result is queued for the next segment."""
+        """Make the call after the previous segment, and queue its result for the next segment."""
         for tell in self.first:
             tell()
         self.result.copy_(self.function(*self.args))
@@ -87,19 +87,19 @@ class GraphLayers(Protocol):
         """Queue a layer; None if it needs a graph break."""
 
     def hear(self, layer: int, hidden: Tensor) -> bool:
-        """Take what a layer's router reads; False: the host must be called between segments."""
+        """Take a layer's router input; False: the host must be called between segments instead."""
 
     def around(self) -> AbstractContextManager[None]:
         """Return a context for every run of the step: its dry run, and each replay."""
 
     def give_up(self, error: Exception) -> bool:
-        """Handle a failed capture; True: try again without these layers."""
+        """Handle a failed capture; True: the capture must be tried again without these layers."""
 
 
 class Announced:
-    """Intercepts calls of a step whose tokens the host announced: reading ids back would wait.
+    """Intercepts calls of a step whose tokens the host has announced; reading ids back would wait.
 
-    `pad` gives padding tokens no experts.
+    `pad` removes the experts of padding tokens.
     """
 
     is_capturing = True
@@ -109,16 +109,16 @@ class Announced:
         self._pad = pad
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
-        """Return what a call returns; see `Interceptor`."""
+        """Make the call and return its result; see `Interceptor`."""
         return function(*(_padded(args, self._pad) if kind == EXPERTS else args))
 
 
 class _DryRun:
-    """Runs the captured code once before the capture; raises where it would wait.
+    """Intercepts calls of the dry run, which raises an error where the code would wait.
 
-    A step that cannot be captured must not break a capture, because torch does not recover from
-    that. The dry run also compiles and loads kernels, since CUDA loads no code during a capture,
-    and makes tables that are made on first use.
+    A step that cannot be captured must fail before the capture, because torch does not recover from
+    a broken capture. The dry run also compiles and loads kernels, since CUDA loads no code during a
+    capture, and makes tables that are made on first use.
     """
 
     is_capturing = True
@@ -141,7 +141,7 @@ class _DryRun:
 
 
 class _GraphBreaker:
-    """Intercepts opaque calls while the model is captured; experts break the graph."""
+    """Intercepts opaque calls during a capture; makes graph breaks of experts and disk rows."""
 
     is_capturing = True
 
@@ -218,9 +218,9 @@ def _is_heard(layers: GraphLayers | None, args: tuple[Any, ...]) -> bool:
 def _handed_over(
     kind: str, args: tuple[object, ...], layers: GraphLayers | None, pad: Pad
 ) -> tuple[tuple[Any, ...], Tensor | None]:
-    """Return a call's arguments in the form in which a segment hands them over: dense and separate.
+    """Return a call's arguments, and its result if `layers` compute it inside the segment.
 
-    The result is added if `layers` compute it inside the segment.
+    Without a result, the segment hands the arguments over as contiguous tensors.
     """
     if kind == EXPERTS:
         args = _padded(args, pad)
@@ -242,12 +242,11 @@ class CapturedStep:
         plain: Callable[[], Tensor],
         save: Save,
     ) -> None:
-        """Take segments, each with the call after it, and the tensor that the last one writes.
+        """Take segments, each with the call after it, and the tensor that the last segment writes.
 
         Every run is inside `around`. `captured` is kept alive: it holds tensors that the segments
         read, such as weights in fp32, while a graph keeps only its own memory. If a run waits too
-        long for a disk, `plain` computes the step instead, after the function that `save` returned
-        has restored the state.
+        long for a disk, the state that `save` saved is restored, and `plain` computes the step.
         """
         self._segments, self._result, self._around = segments, result, around
         self._captured, self._plain, self._save = captured, plain, save
@@ -293,10 +292,11 @@ def new_graphed_step(
 ) -> ReplayedStep:
     """Return a decode step that is captured at its first run; `step` is the model's own code.
 
-    `record_first` runs it and returns it as fewer operations, which are captured instead.
-    `find_layers` is called at the capture; its result stays valid with the segments. Padding tokens
-    choose no expert, by `pad`. Replays with graph breaks run inside `deferring`: work that experts
-    defer runs after the next replay's launch. The other arguments are those of `ReplayedStep`.
+    `record_first` runs `step` and returns it as fewer operations, which are captured instead.
+    `find_layers` is called at the capture; its result must stay valid as long as the segments.
+    `pad` removes the experts of padding tokens. Replays with graph breaks run inside `deferring`:
+    work that experts defer runs after the next segment's launch. The other arguments are those of
+    `ReplayedStep`.
     """
 
     def plain() -> Tensor:
@@ -385,7 +385,7 @@ def _captured(
     layers: GraphLayers | None,
     pad: Pad,
 ) -> Captured:
-    """Capture a step that has run once and so has made masks, compiled kernels and workspaces."""
+    """Capture a step after a dry run, which makes masks, kernels and workspaces."""
     capture = make_capture()
     _run_dry(step, capture, layers, pad)
     breaker = _GraphBreaker(capture, layers, pad)

@@ -1,4 +1,7 @@
-"""Captured steps that hand layers over to the host without a call from the host between them."""
+"""Captured steps that hand their layers over to the host while the whole graph runs.
+
+The host makes no call between two layers.
+"""
 
 import warnings
 from contextlib import AbstractContextManager
@@ -25,8 +28,9 @@ class HandedGraph:
         num_tokens: int,
         forced: ForcedRouting | None = None,
     ) -> None:
-        """Hand layers over to the coordinator of `steps` on behalf of `executor`; `forced` is
-        forced routing.
+        """Hand layers over to the coordinator of `steps` on behalf of `executor`.
+
+        `forced` replaces the routers' choices.
         """
         self._executor, self._steps, self._num_tokens = executor, steps, num_tokens
         self._forced = forced
@@ -44,7 +48,7 @@ class HandedGraph:
         return result
 
     def hear(self, layer: int, hidden: Tensor) -> bool:
-        """Take what a layer's router reads, to ask the next layer's router."""
+        """Take a layer's router input, on which the next layer's router is run ahead."""
         self._layers.hear(layer, hidden)
         return True
 
@@ -67,8 +71,9 @@ class HandedGraph:
 def handed_graph(executor: Executor | None, num_tokens: int) -> HandedGraph | None:
     """Return the object that hands over a step's layers; None if they must be graph breaks.
 
-    None for executors that pass calls on, because they see or change each call. One that forces a
-    routing in the model's own form announces it before a step.
+    None also for executors that pass calls on, because they see or change each call. The exception
+    is `ForcedRouting` with the model's own number of experts per token: it announces the routing
+    before a step.
     """
     forced = executor if isinstance(executor, ForcedRouting) else None
     inner = executor if forced is None else forced.inner

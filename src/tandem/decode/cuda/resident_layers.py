@@ -1,8 +1,8 @@
 """Computes resident layers inside a graph segment, and reports them afterwards.
 
-A step that is captured whole runs no code of the executor, whose listeners would miss its layers.
-The routers' choices stay in the step's memory, are copied to the host after each replay and
-reported after the next launch: one step late, without a wait.
+A step that is captured whole runs no code of the executor, so the executor's listeners would miss
+the step's layers. The routers' choices therefore stay in the step's memory. They are copied to the
+host after each replay and reported after the next launch: one step late, without a wait.
 """
 
 from collections import deque
@@ -46,7 +46,7 @@ class GraphedLayers:
         self._replays: deque[_Replay] = deque()  # not yet reported
 
     def prepare(self, num_tokens: int) -> None:
-        """Allocate what must exist before a step is captured."""
+        """Allocate the memory that must exist before a step of `num_tokens` is captured."""
         self._layers.prepare(num_tokens)
 
     def __call__(
@@ -59,7 +59,7 @@ class GraphedLayers:
         return self._layers.execute(layer, hidden, index, weights, functions)
 
     def hear(self, layer: int, hidden: Tensor) -> bool:
-        """No-op: with all experts resident no router is asked."""
+        """Return True and do nothing: with all experts resident, no router is run ahead."""
         return True
 
     def around(self) -> AbstractContextManager[None]:
@@ -77,7 +77,7 @@ class GraphedLayers:
         self._begin = self._device.streams.record(Stream.COMPUTE, is_timed=True)
 
     def end_step(self) -> None:
-        """Queue the copy of what the replay's routers chose."""
+        """Queue the copy of the routers' choices to the host, after a replay."""
         if not self._chosen:
             return
         streams = self._device.streams
@@ -111,10 +111,9 @@ class GraphedLayers:
 
 
 def graphed_layers(executor: Executor | None) -> GraphedLayers | None:
-    """Return the object that computes layers inside a segment if all experts are resident; else
-    None.
+    """Return the object that computes layers in a segment; None unless all experts are resident.
 
-    None for executors that pass calls on, because they may change the router's choice.
+    None also for executors that pass calls on, because they may change the router's choice.
     """
     if executor is None or executor.cache is None or not isinstance(executor.device, CudaDevice):
         return None

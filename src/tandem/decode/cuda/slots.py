@@ -48,13 +48,13 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         find_kernels: Callable[[PreTrainedModel], DecodeKernels | None] = kernels_for,
         layers: GraphLayers | None = None,
     ) -> None:
-        """Make slots with room for `capacity` tokens each; they grow.
+        """Make slots with room for `capacity` tokens each; slots grow as needed.
 
         `kv_dtype` is the dtype of keys and values; `find_kernels` returns a model's attention
-        kernels. Without `make_capture` steps are not captured; `layers` compute the experts of
-        captured steps, in place of the executor's own object. With `notes_hidden`, `hidden` and
-        `on_hidden` report the output head's input, on the host. Raises `NotInSlotsError` for a
-        model that keeps more than keys and values.
+        kernels. Without `make_capture`, steps are not captured. If `layers` is given, it computes
+        the experts of captured steps instead of the executor's own object. With `notes_hidden`,
+        `hidden` and `on_hidden` report the output head's input, on the host. Raises
+        `NotInSlotsError` for a model that keeps what the KV cache cannot hold.
         """
         # Kernels attend to all positions, or to windows and compressed keys; torch to positions
         # that an indexer has selected.
@@ -79,7 +79,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @property
     def step(self) -> ReplayedStep:
-        """The last decode step, or that of all slots."""
+        """The latest decode step; before the first decode step, the step of all slots."""
         return (self._last or self._steps.at(padded_size(self.num_slots))).replayed
 
     @property
@@ -89,7 +89,10 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @torch.inference_mode()
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append tokens to slots; return the logits after each slot's last: (slots, vocabulary)."""
+        """Append tokens to some slots; return the logits after each slot's last token.
+
+        The logits are (slots, vocabulary), in the order of `prompts`.
+        """
         logits = torch.stack(
             [self._prefill_all(slot, tokens, keep=1)[-1] for slot, tokens in prompts.items()]
         )
@@ -114,7 +117,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @property
     def why_no_drafts(self) -> str | None:
-        """Why `verify` takes one token per slot; None: it takes several."""
+        """Why `verify` must get only one token per slot; None if it accepts several."""
         executor = self._model.executor
         return None if executor is None or executor.takes_drafts else EACH_TOKEN_SEEN
 
@@ -122,7 +125,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
         """Append tokens to slots in one decode step; return the logits after each token.
 
-        They are (n_tokens, vocabulary), slot by slot.
+        The logits are (n_tokens, vocabulary), slot by slot.
         """
         slots, ids = list(tokens), [token for new in tokens.values() for token in new]
         count = padded_size(len(ids))
@@ -195,10 +198,11 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     def _with_room(
         self, work: Callable[[], Tensor], slots: Sequence[int], *, can_repeat: bool = True
     ) -> Tensor:
-        """Run some work; if the GPU is out of memory, shrink the expert cache and repeat it.
+        """Run `work`; if the GPU is out of memory, free memory as in `_make_room` and repeat it.
 
-        The slots' states are copied before, unless `can_repeat` is false: those of a replayed step
-        are too large to copy for each token. Raises `CapacityError` if no more memory can be freed.
+        The slots' states are saved first, unless `can_repeat` is false: states are too large to
+        copy for each token of a replayed step. Raises `CapacityError` if the GPU is out of memory
+        and no more can be freed, or `work` cannot be repeated.
         """
         while True:
             put_back = _nothing
@@ -216,7 +220,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             self._steps.follow_executor()  # what was captured may read slots that are gone
 
     def _make_room(self) -> bool:
-        """Give captured prompts' memory to others, then some of the expert cache's; False: none."""
+        """Free the memory of captured prompts, or else a part of the expert cache; False: none."""
         if self._steps.drop_prompts():
             return True
         executor = self._model.executor
@@ -250,15 +254,18 @@ def new_cuda_slot_pool(
 
 
 def why_no_cuda_slots(model: PreTrainedModel) -> str | None:
-    """Run a few tokens both ways; return why `CudaSlotPool` cannot serve a model, or None.
+    """Run a few tokens as a trial; return why `CudaSlotPool` cannot serve a model, or None.
 
-    Raises `CapacityError` if the GPU has too little memory for that.
+    Raises `CapacityError` if the GPU has too little memory for the trial.
     """
     return why_other_logits(model, lambda num_slots: CudaSlotPool(model, num_slots))
 
 
 def slot_bytes(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> int | None:
-    """Return the bytes of a slot of `num_tokens`, measured with a prompt; None: no slots."""
+    """Return the bytes of a slot of `num_tokens` tokens, measured by running a prompt.
+
+    None if slots cannot serve the model.
+    """
     try:
         pool = CudaSlotPool(model, 1)
         pool.prefill({0: prompt})

@@ -1,4 +1,4 @@
-"""The inputs of a captured step besides positions, at fixed addresses."""
+"""The inputs of a captured step at fixed addresses, except its slots and positions."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from tandem.devices.cuda.host_twin import HostTwin
 
 
 class StepInputs:
-    """The tokens of decode steps of one size."""
+    """The input tensors of all decode steps of one size."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class StepInputs:
         device: torch.device,
         room_for_hidden: Callable[[int], Tensor | None],
     ) -> None:
-        """Hold no tokens yet. Embeddings in host memory are read there."""
+        """Allocate the inputs. Rows of embeddings in host memory are read on the host."""
         self._num_idle = 0
         self.hidden = room_for_hidden(size)
         """The output head's input, (n_tokens, width), if it is recorded."""
@@ -44,7 +44,7 @@ class StepInputs:
         return [self.ids, self.idle, self.last, *([] if self.embedded is None else [self.embedded])]
 
     def bring(self, ids: Sequence[int]) -> None:
-        """Queue a step's token ids; padding tokens follow them."""
+        """Queue the copy of a step's token ids to the device; padding tokens fill the step."""
         size, num_idle = len(self.ids), len(self.ids) - len(ids)
         whole = [*ids, *[0] * num_idle]
         self._host_ids.bring(whole)

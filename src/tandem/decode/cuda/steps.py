@@ -1,8 +1,8 @@
-"""The steps of a pool of slots on a GPU: one of each size and form, captured when that pays.
+"""The steps of a pool of slots on a GPU: one per size and form, captured where that saves time.
 
-A step has 1, 2, 4, 8... tokens, so that few sizes are captured; its slots are an input. Padding
-tokens fill a step up to its size: they choose no experts, and they write after a slot's contents.
-A prompt of some tokens is a step as well, whose tokens are of one slot.
+A step has 1, 2, 4, 8... tokens, so that few sizes are captured; the tokens' slots are an input.
+Padding tokens fill a step up to its size: they choose no experts, and they write after a slot's
+contents. A short prompt is also computed as a step, whose tokens are all of one slot.
 """
 
 import contextlib
@@ -62,10 +62,11 @@ class Steps:
         make_room: Callable[[], bool],
         layers: GraphLayers | None = None,
     ) -> None:
-        """Capture nothing yet; without `make_capture` never.
+        """Capture nothing yet; without `make_capture`, no step is ever captured.
 
-        With `records` a step is captured in fewer operations than the model's own code has.
-        `make_room` frees memory; `layers` compute experts in place of the executor's own object.
+        With `records`, a step is recorded first and captured in fewer operations than the model's
+        own code has. `make_room` frees memory and returns whether it could. If `layers` is given,
+        it computes the experts instead of the executor's own object.
         """
         self._model, self._cache = runner, cache
         self._device = runner.model.device
@@ -85,7 +86,7 @@ class Steps:
 
     @property
     def by_size(self) -> Mapping[tuple[Any, ...], Step]:
-        """The steps; a key has a step's size, whether it is a prompt, and its form."""
+        """The steps by key: a step's size, whether it computes a prompt, and its form."""
         return self._steps
 
     def inputs_of(self, count: int) -> StepInputs:
@@ -97,7 +98,7 @@ class Steps:
         return self._inputs[count]
 
     def follow_executor(self) -> None:
-        """Drop steps that were captured for another executor, other slots, or partial residency."""
+        """Drop all steps if the executor or its expert slots changed, or full residency did."""
         executor = self._executor
         if executor is not None:
             executor.settle()  # a replay of whole steps would never come to it
@@ -111,7 +112,7 @@ class Steps:
             self._drop()
 
     def at(self, count: int, *, of_prompt: bool = False) -> Step:
-        """Return the step of `count` tokens in the form that the cache needs now."""
+        """Return the step of `count` tokens in the form that the KV cache currently requires."""
         if self._generation != self._cache.generation:
             self._generation = self._cache.generation
             self._drop()
@@ -133,7 +134,7 @@ class Steps:
         return logits
 
     def report(self, but: Step | None = None) -> None:
-        """Report the layers of segments to listeners, except those of a step's last replay."""
+        """Report resident layers to listeners, except those of the last replay of `but`."""
         for step in self._steps.values():
             for layers in step.resident:
                 layers.report(but=int(step is but))
@@ -141,7 +142,8 @@ class Steps:
     def size_of_prompt(self, num_tokens: int) -> int | None:
         """Return the size of the step that computes a prompt; None: the model's own code does.
 
-        The first prompts of a size are not captured.
+        The first prompt of a size always runs the model's own code. The call counts prompts, so it
+        must be made once per prompt.
         """
         can = self._captures_prompts and self._make_capture is not None and self._records
         if not (can and _LEAST_PROMPT_TOKENS <= num_tokens <= MOST_PROMPT_TOKENS):
@@ -155,7 +157,7 @@ class Steps:
         return size if self._num_prompts[size] > _PLAIN_PROMPTS else None
 
     def drop_prompts(self) -> bool:
-        """Drop captured prompts for good, for the memory that they keep; False: there are none."""
+        """Free the memory of captured prompts, and capture none again; False: there were none."""
         prompts = [key for key in self._steps if key[1]]
         self._captures_prompts = False
         self.report()
@@ -192,7 +194,7 @@ class Steps:
         return logits
 
     def recorded(self, count: int, *, of_prompt: bool = False) -> Callable[[], Tensor]:
-        """Record a step of `count` tokens and return it in fewer operations."""
+        """Record a step of `count` tokens; return a function that runs it in fewer operations."""
         places = self._cache.places(count)
         changing = [*self.inputs_of(count).tensors, places.slots, places.positions, places.runs]
         run = partial(self.compute, count, of_prompt=of_prompt)

@@ -1,1 +1,1 @@
-"""MTP layers, which predict the token after the next one: each is a model of its own."""
+"""MTP layers, which predict the token after the next one; each is loaded as a separate model."""

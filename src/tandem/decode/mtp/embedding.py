@@ -7,7 +7,10 @@ _MOST_FIXED_TOKENS = 32  # of a step that may be recorded
 
 
 class GivenHidden:
-    """Hidden states of the tokens before the next ones; shared by shallow copies."""
+    """For each token of the next forward, the hidden state of the token before it.
+
+    Shallow copies of a model share this object.
+    """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         """Expect hidden states of this width."""
@@ -17,7 +20,7 @@ class GivenHidden:
         """The hidden states for the next forward's tokens, (n_tokens, width)."""
 
     def give(self, hidden: Tensor) -> None:
-        """Set the hidden states: (n_tokens, width)."""
+        """Set the hidden states for the next forward's tokens: (n_tokens, width)."""
         if len(hidden) <= _MOST_FIXED_TOKENS:
             hidden = self.fixed(len(hidden)).copy_(hidden)
         self.now = hidden
@@ -52,11 +55,11 @@ class MtpEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of the tokens' own embedding, for code that asks for its size."""
+        """The weight of the token embedding, for code that reads its size."""
         return self.embedding.get_parameter("weight")
 
     def give(self, hidden: Tensor) -> None:
-        """Set what the model's head read of the tokens before the next ones: (n_tokens, width)."""
+        """Set the head's input of the token before each of the next tokens: (n_tokens, width)."""
         self.given.give(hidden)
 
     def fixed(self, num_tokens: int) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Loads a model's MTP layers from the model's checkpoint, each as a model of one layer.
 
-Transformers drops these weights, or loads them for its own loop alone. Here each is a model
-of the same architecture with one layer, whose experts, if it has some, are in a host store like
-others, and which shares the embedding and the head with the model that it predicts for.
+Transformers drops these weights, or loads them only for its own loop. Here each MTP layer becomes a
+one-layer model of the same architecture. Its experts, if any, are in a host store like those of
+other models. It shares the embedding and the head with the model for which it drafts.
 """
 
 import copy
@@ -61,11 +61,11 @@ class _StoredLayer:
 def load_mtp(
     model: PreTrainedModel, checkpoint: Path | None = None
 ) -> list[tuple[PreTrainedModel, MtpEmbedding]]:
-    """Return each of a model's MTP layers as a model, with its input, in order.
+    """Return each of a model's MTP layers, in order, as a model with its embedding.
 
-    They use the model's threads. They are looked up in `checkpoint`, a directory or a GGUF file, or
-    where the model was loaded from. Raises `UnsupportedModelError` if there is none, or none in a
-    known layout.
+    The layers use the model's threads. They are read from `checkpoint`, a directory or a GGUF file,
+    or from where the model was loaded. Raises `UnsupportedModelError` if the checkpoint has no MTP
+    layer in a known layout.
     """
     path = checkpoint or Path(model.name_or_path)
     layers = (_in_gguf if is_gguf(path) else _in_directory)(model, path)
@@ -100,7 +100,7 @@ def _in_gguf(model: PreTrainedModel, path: Path) -> list[_StoredLayer]:
 def _load_layer(
     model: PreTrainedModel, stored: _StoredLayer, depth: int
 ) -> tuple[PreTrainedModel, MtpEmbedding]:
-    """Load the MTP layer of some depth."""
+    """Load the MTP layer at index `depth` among a model's MTP layers."""
     runtime = require_runtime(model)
     options = dataclasses.asdict(runtime.options)
     offload = from_mapping(OffloadConfig, {name: options[name] for name in _SAME}, where="load_mtp")
@@ -125,7 +125,10 @@ def _load_layer(
 def _joined(
     head: PreTrainedModel, beside: Mapping[str, Tensor], tokens: nn.Module, dtype: torch.dtype
 ) -> MtpEmbedding:
-    """Return the projection of a token and the previous hidden state, for a layer's model."""
+    """Return the module that joins a token with the previous hidden state, for a layer's model.
+
+    With several residual streams, `StreamedLayer` also replaces the decoder layer of `head`.
+    """
     decoder, streams = head.get_decoder(), num_streams(head.config)
     parts: dict[str, nn.Module] = {}
     for name, weight in beside.items():
@@ -147,7 +150,7 @@ def _joined(
 
 
 def _without_norm(tokens: nn.Module) -> nn.Module:
-    """Return embeddings without the model's norm: Inkling's layers have their own."""
+    """Return the embedding without its norm: Inkling's MTP layers have norms of their own."""
     if not hasattr(tokens, "embed_norm"):
         return tokens
     stored: nn.Module = nn.Embedding.from_pretrained(tokens.get_parameter("weight"))
@@ -155,7 +158,7 @@ def _without_norm(tokens: nn.Module) -> nn.Module:
 
 
 def _on_host(module: nn.Module) -> nn.Module:
-    """Return a module of a model in host memory, where the layer runs; from a GPU it is a copy."""
+    """Return a module in host memory, where MTP layers run; a module on a GPU is copied."""
     if isinstance(module, HostEmbedding):
         found: nn.Module = module.on_host
         return found
@@ -195,7 +198,7 @@ def _config(model: PreTrainedModel, depth: int, names: Iterable[str]) -> PreTrai
 
 
 def _stated_config(text: PreTrainedConfig, depth: int) -> PreTrainedConfig | None:
-    """Return an MTP layer's config from the model's by Transformers; None: it says too little."""
+    """Return an MTP layer's config as Transformers derives it from the model's; None: it cannot."""
     if (value_of(text, "num_mtp_layers") or 0) <= depth or not hasattr(text, "get_mtp_config"):
         return None
     try:
@@ -245,7 +248,7 @@ _OTHERWISE: dict[str, dict[str, object]] = {
 def _loaded(
     stored: _StoredLayer, config: PreTrainedConfig, offload: OffloadConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Let Transformers load the layer; return it and the tensors beside it, by their new names."""
+    """Load the layer by Transformers; return it, and the joining tensors by their new names."""
     job = LoadJob(options=offload)
     state = stored.tensors(config, job)
     module = empty_model(config)
@@ -283,7 +286,7 @@ def _taken_apart(state: Mapping[str, Tensor]) -> dict[str, object]:
 def _tensors(
     checkpoint: Checkpoint, names: Mapping[str, str], config: PreTrainedConfig, job: LoadJob
 ) -> dict[str, object]:
-    """Return the layer's tensors by their new names, as Transformers takes them."""
+    """Return the layer's tensors by their new names, in the form that Transformers accepts."""
     if checkpoint.quantization is None:
         return {new: checkpoint.files.slice_of(old) for old, new in names.items()}
     source = open_foreign(checkpoint)[1]

@@ -1,9 +1,12 @@
-"""Where a checkpoint keeps its MTP layer, and what its tensors are called in a model of one layer.
+"""Finds a checkpoint's MTP layers, and the names of their tensors in a model of one layer.
 
-Behind the last layer of the model (DeepSeek-V3, GLM-4.5, Ling), or under `mtp.`: with what joins
-token and hidden state beside the layers (Qwen3-Next, Qwen3.5 and 3.6, Mellum) or in each (MiMo V2),
-or each layer under its number, with a projection for either of the two (DeepSeek-V4), or with
-its decoder layer in a block of its own (Inkling).
+The known layouts are:
+- layers after the model's last layer (DeepSeek-V3, GLM-4.5, Ling);
+- under `mtp.`, with the modules that join token and hidden state beside the layers (Qwen3-Next,
+  Qwen3.5 and 3.6, Mellum) or in each layer (MiMo V2);
+- under `mtp.` and the layer's number, with separate projections of token and hidden state
+  (DeepSeek-V4);
+- under `mtp.`, with each decoder layer in a block of its own (Inkling).
 """
 
 import re
@@ -84,7 +87,7 @@ def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
 
 
 def why_unknown(names: Collection[str], num_layers: int) -> str:
-    """Return why no MTP layer was found in a checkpoint, to follow its name in a sentence."""
+    """Return why a checkpoint has no known MTP layer, as the end of a sentence after its path."""
     if any(_DSPARK.match(name) for name in names):
         return (
             "has layers in DSpark's layout, which drafts a block at once; Tandem does not read it"

@@ -1,7 +1,8 @@
 """MTP layers of models with several residual streams, which read all streams before they are mixed.
 
-The hidden state of a token is as wide as its streams together. A layer's streams start different:
-each is the sum of the token's embedding and the former token's hidden state in that stream.
+The hidden state of a token is as wide as all of its streams together. An MTP layer's input streams
+differ: each is the sum of the token's projected embedding, which is the same for all streams, and
+the previous token's projected hidden state in that stream.
 """
 
 from torch import Tensor, nn
@@ -13,18 +14,19 @@ _MODELS = ("deepseek_v4",)  # the layout of other models' MTP layers with stream
 
 
 def num_streams(config: PreTrainedConfig) -> int:
-    """Return how many streams a model's MTP layers read; 1: they read what its output head
-    reads.
+    """Return how many streams a model's MTP layers read.
+
+    1 means that they read the output head's input.
     """
     text = config.get_text_config(decoder=True)
     return int(text.hc_mult) if text.model_type in _MODELS else 1
 
 
 class StreamedLayer(nn.Module):
-    """Replaces the layer of a single-layer model; its streams come from `given`."""
+    """Replaces the layer of a one-layer model; reads the hidden state's streams from `given`."""
 
     def __init__(self, layer: nn.Module, hnorm: nn.Module, h_proj: nn.Module, given: GivenHidden):
-        """Add `h_proj`(norm of each given stream) to what the embedding gives to all."""
+        """Add `h_proj`(norm of each given stream) to the input, the same in all streams."""
         super().__init__()
         self.layer, self.hnorm, self.h_proj, self.given = layer, hnorm, h_proj, given
 

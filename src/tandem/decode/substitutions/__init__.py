@@ -1,7 +1,7 @@
-"""What Tandem computes in place of a model's own code: one file each, registered here.
+"""Substitutes for parts of a model's own code: a file for each kind, all registered here.
 
-Two other mechanisms: Transformers' registry of attention functions (`attention`), and torch's
-functions between a prompt's layers (`prompt_operations`).
+Two kinds are not registered here: the attention function, which is in Transformers' registry
+(`attention`), and torch's functions between a prompt's layers (`prompt_operations`).
 """
 
 from collections.abc import Callable, Mapping
@@ -53,4 +53,7 @@ FUNCTIONS: Mapping[str, Callable[[Function], Function | None]] = {
     "apply_rotary_pos_emb": rotary.rotary_like,
     **{name: partial(_always, function) for name, function in _BY_NAME.items()},
 }
-"""Functions that model files call, by name; each returns the substitute, or None for none."""
+"""Maps names of functions in model files to callables that find the functions' substitutes.
+
+A callable takes the model's own function and returns the substitute, or None if there is none.
+"""

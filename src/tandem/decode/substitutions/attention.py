@@ -1,8 +1,8 @@
 """The attention function that replaces a model's own while Tandem runs a shallow copy of it.
 
-Transformers finds it by the name "tandem" among its attention functions. It uses no mask: each
-token sees the tokens before it in its sequence, within the layer's window, or those of them that an
-indexer selected.
+Transformers finds it by the name "tandem" among its attention functions. It uses no mask: a token
+attends to itself and to earlier tokens of its sequence, within the layer's window or chunk. With an
+indexer, it attends only to the selected tokens.
 """
 
 from typing import NamedTuple
@@ -44,10 +44,10 @@ def attention_forward(
     """Attend with the KV cache of the step: (b, heads, n, dim) -> (b, n, heads, dim).
 
     The call has either one sequence of n tokens, of all slots concatenated, or b slots with one
-    token each. `key` and `value` are only those of the step's tokens. `indices` (b, n, most) are
-    the positions that an indexer selected for each token, as in `SlotCache.select`; `block_indices`
-    are blocks by head. A bias has states (b, heads, n, dim). `sinks` (b, heads, n, 1) are by token,
-    `s_aux` (heads,) for all tokens.
+    token each. `key` and `value` contain only the step's tokens. `indices` (b, n, most) are the
+    positions that an indexer selected for each token, as in `SlotCache.select`; `block_indices` are
+    the blocks selected for each KV head. The states of a `DistanceBias` are (b, heads, n, dim).
+    `sinks` (b, heads, n, 1) has a sink per token, `s_aux` (heads,) one for all tokens.
     """
     cache = _cache_of_step()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -100,7 +100,7 @@ def _cache_of_step() -> SlotCache:
 
 
 class _Visible(NamedTuple):
-    """The tokens before a token that it may attend to."""
+    """What limits the earlier tokens to which a token may attend."""
 
     indices: Tensor | None
     """Positions or blocks that an indexer selected; None selects all."""

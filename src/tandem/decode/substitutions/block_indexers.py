@@ -1,8 +1,8 @@
-"""Indexers that select blocks of positions: Qwen4's, GLM-5.3-Flash's, MiniMax-M3's, in any slots.
+"""Indexers that select blocks of positions (Qwen4, GLM-5.3-Flash, MiniMax-M3), for any slots.
 
-The models' code pools the keys of whole blocks, scores the blocks, and lets a token attend to the
-best ones and to the positions after the last whole block; but it handles one sequence at a time. In
-a shallow copy of a model the methods here replace it, for modules of exactly these forms.
+The models' code pools the keys of whole blocks and scores the blocks. A token attends to the best
+blocks and to the positions after the last whole block. That code handles one sequence at a time, so
+in a shallow copy the functions here replace it, for modules of exactly these forms.
 """
 
 import math
@@ -40,7 +40,7 @@ def _select_qwen4(
     attention_mask: object,
     cache: DynamicCache,
 ) -> SelectedPositions:
-    """Qwen4: pool by means, which are normalised and rotated by the first position's angles."""
+    """Qwen4: pool a block to its mean key, normalised and rotated as at its first position."""
     rotate = rotary_of(self)
     cos, sin = position_embeddings  # (b, n_tokens, width)
     shape = (*hidden_states.shape[:2], -1, self.index_head_dim)
@@ -71,7 +71,11 @@ def _select_glm5(
     attention_mask: object,
     cache: DynamicCache,
 ) -> Tensor:
-    """GLM: pool by weights that each token gives to each position of its block."""
+    """GLM: pool a block to a weighted sum of its keys.
+
+    The weights are a softmax, over the positions of the block, of each token's gate plus a bias for
+    its place in the block.
+    """
     dim, dtype = self.head_dim, hidden_states.dtype
     query = self.wq_b(q_resid).view(*hidden_states.shape[:2], -1, dim)
     key = self.k_norm(self.wk(hidden_states))

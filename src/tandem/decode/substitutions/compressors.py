@@ -1,8 +1,9 @@
 """Compressed attention (DeepSeek-V4's) in slots: beside a window, one key per compressed window.
 
-A compressor's own code gathers the windows of a batch of equal lengths and returns all keys so far.
-Here each token that ends a window has the window's key. The cache keeps it, and attention reads it
-beside the window. Where an indexer selects keys, attention reads only these.
+A compressor's own code gathers the windows of a batch of sequences of equal length, and returns all
+keys so far. Here the key of a window belongs to the token that ends the window. The KV cache keeps
+the key, and attention reads it beside the layer's sliding window. Where an indexer selects keys,
+attention reads only the selected keys.
 """
 
 from functools import partial
@@ -24,7 +25,7 @@ compresses = has(
 
 
 def compression_of(module: ModelPart) -> Compression:
-    """Return what a compressor or an indexer does with its windows."""
+    """Return the operation that a compressor or an indexer applies to its windows."""
     bias = module.position_bias
     return Compression(bias, bias.shape[1] // module.head_dim)
 
@@ -41,7 +42,7 @@ def _compress(
     cache: DynamicCache,
     layer_idx: int,
 ) -> tuple[Tensor, None]:
-    """Pass the step's keys to attention through the cache; return no keys and no mask."""
+    """Pass the step's keys to attention through the KV cache; return empty keys and no mask."""
     layer = cache.layers[layer_idx]
     key = _keys(compressor, layer.states, "compressor", hidden_states, position_ids)
     selected = None
@@ -63,9 +64,10 @@ def _compress(
 def _keys(
     module: ModelPart, states: StateHandle, kind: str, hidden: Tensor, position_ids: Tensor
 ) -> Tensor:
-    """Return the keys (b, n_tokens, dim) of windows that tokens end, rotated like the first token.
+    """Return the key of the window that each token ends: (b, n_tokens, dim).
 
-    Those of other tokens are zeros.
+    A key is rotated by the position of its window's first token. Tokens that end no window have
+    zeros.
     """
     values, gates = module.kv_proj(hidden), module.gate_proj(hidden)
     operation = partial(compression_of, module)

@@ -1,7 +1,7 @@
 """Attention with a distance bias that depends on each token's hidden state: Inkling and Inkling 2.
 
-The models compute a matrix of all pairs of tokens in a sequence. Tokens of any slots have distances
-of their own, so attention gets the inputs of the bias instead.
+The models compute a matrix for all pairs of tokens in a sequence. A step of Tandem's has tokens of
+several slots, so attention gets the inputs of the bias instead and computes it for each slot.
 """
 
 import torch
@@ -25,7 +25,7 @@ def _attention(
     cache: DynamicCache | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None] | None:
-    """Inkling's attention, (b, n_tokens, width); its bias is within an extent."""
+    """Inkling's attention, (b, n_tokens, width); its bias applies to distances within an extent."""
     step = current_cache()
     if step is None or cache is None:
         return None
@@ -55,7 +55,7 @@ def _attention(
 def _position_bias(
     self: ModelPart, hidden_states: Tensor, relative_distance: object, position_ids: Tensor
 ) -> DistanceBias | None:
-    """Inkling 2's bias."""
+    """Return the inputs of Inkling 2's bias."""
     if current_cache() is None:
         return None
     states = self.linear(hidden_states).view(*hidden_states.shape[:-1], self.num_heads, -1)
@@ -63,7 +63,7 @@ def _position_bias(
 
 
 def _relative_distance(inputs_embeds: Tensor, *args: object, **kwargs: object) -> Tensor | None:
-    """Return nothing in place of the matrix, which Tandem's bias does not read."""
+    """Return an empty tensor in place of the matrix, which Tandem's bias does not read."""
     return None if current_cache() is None else inputs_embeds.new_empty(0)
 
 

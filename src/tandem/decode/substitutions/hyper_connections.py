@@ -1,9 +1,9 @@
 """Hyper-connections (DeepSeek-V4, GLM-5-Next, HunYuan V4): residual streams in and out of a layer.
 
-A module mixes the streams into a layer's input. The way back is a line of the layer's code: weights
-times the layer's output, plus a matrix of weights times the streams. Its weights are replaced by
-objects that record what the line does with them. Once the line has the known form, it becomes one
-operation; any other use gets the plain weights.
+A module mixes the streams into a layer's input. A line of the layer's code then updates the streams
+(the way back): weights times the layer's output, plus a matrix of weights times the streams.
+Objects that record operations stand for these weights. If the recorded operations have the known
+form, they become one native operation; in any other use the objects act as the plain weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,7 +48,7 @@ def _is_connection(module: ModelPart) -> bool:
 
 
 def _mix(self: ModelPart, hidden_streams: Tensor) -> tuple[object, ...] | None:
-    """Return the weights for `mix_out`, and the layer's input."""
+    """Return the weights for the way back, and the layer's input; None: run the model's code."""
     kernels, connection = _kernels_for(hidden_streams, self.fn), _connection_of(self)
     if kernels is None or connection is None:
         return None
@@ -74,9 +74,9 @@ def _collapse(self: ModelPart, x: Tensor) -> Tensor | None:
 
 
 def _kernels_for(streams: Tensor, matrix: Tensor) -> StreamKernels | None:
-    """Return the kernels that mix streams; None: the model's own code, as in a GPU's prompts.
+    """Return the kernels that mix streams; None: the model's own code must run.
 
-    In a prompt every token would read the matrix again.
+    None in prompts on a GPU, because the kernels would read the matrix again for every token.
     """
     cache = current_cache()
     are_known = all(x.dtype in VALUE_DTYPES for x in (streams, matrix))
@@ -92,7 +92,7 @@ def _kernels_for(streams: Tensor, matrix: Tensor) -> StreamKernels | None:
 
 @dataclass(frozen=True, slots=True)
 class _CpuStreams:
-    """Native operations, which recordings can record."""
+    """The native operations on the CPU, called so that a recorded graph can contain them."""
 
     threads: CpuThreads
 
@@ -117,13 +117,13 @@ class _WayBack:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Stands for the weights of the way back while a layer's code uses them."""
+    """Stands for weights of the way back while a layer's code uses them."""
 
     start: Tensor
     """The weights that `mix_in` returned, unchanged."""
     back: _WayBack
     steps: tuple[tuple[str, tuple[object, ...]], ...] = ()
-    """Operations on them so far: names of tensor methods, with arguments."""
+    """The operations on the weights so far: names of tensor methods, with arguments."""
 
     def _then(self, name: str, *args: object, **kwargs: object) -> object:
         if kwargs:
@@ -152,7 +152,7 @@ class _Weights:
         return result
 
     def _output_beside(self, mixed: "_Weights") -> Tensor | None:
-        """Return the layer's output if the recorded steps are those of the native operation."""
+        """Return the layer's output if the recorded steps match the native operation; else None."""
         streams, dtype = self.back.streams, self.back.streams.dtype
         match self.steps, mixed.steps:
             case (

@@ -1,9 +1,9 @@
-"""Latent attention (DeepSeek, GLM, Kimi, Mistral) over a cache that keeps the latents themselves.
+"""Latent attention (DeepSeek, GLM, Kimi, Mistral) over a KV cache that keeps the latents.
 
-Modules of this kind expand latents to keys and values in a method with one name and body in all of
-Transformers. In a shallow copy this method passes the latents on, and attention is called here. A
-decode step's queries are multiplied by the matrices of keys, and the attended latents by the
-matrices of values; both are products by head.
+Modules of this kind expand latents to keys and values in the method `expand_kv`, which is the same
+in all of Transformers' models. In a shallow copy this method returns the latents unexpanded, and
+`attend_latents` attends to them. In a decode step, queries are multiplied by the matrices of keys,
+and the attended latents by the matrices of values, for each head.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ def _is_known(module: ModelPart) -> bool:
 
 
 def has_latents(module: nn.Module, cache: SlotCache) -> bool:
-    """Tell whether a copied module passes its latents to a cache that keeps them."""
+    """Tell whether a copied module passes its latents to a KV cache that keeps latents."""
     return cache.keeps_latents and "expand_kv" in vars(module)
 
 
 def _keep_latents(self: ModelPart, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return (b, 1, n, latent + rotary) for keys and (b, 1, n, latent) for values."""
+    """Return latents (b, 1, n, latent + rotary) as keys and (b, 1, n, latent) as values."""
     cache = current_cache()
     if cache is None or not cache.keeps_latents:
         return None
@@ -54,8 +54,8 @@ LATENTS = Substitution(_is_known, _keep_latents, "expand_kv")
 def attend_latents(module: ModelPart, cache: SlotCache, call: AttentionCall) -> Tensor:
     """Attend as `SlotCache.attend` does, with the tensors that `_keep_latents` returned.
 
-    The query is for expanded keys; the form is that of the single latent key. Returns expanded
-    values (n_tokens, heads, value dim).
+    The call's query must be for expanded keys, and its form must describe the single latent key.
+    Returns expanded values (n_tokens, heads, value dim).
     """
     if cache.shares_values:
         call = call._replace(value=call.value[..., :0])
@@ -86,8 +86,9 @@ def _expand(module: ModelPart, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Products(NamedTuple):
-    """The products by head of `kv_b_proj`: (n_tokens, heads, inputs) -> (n_tokens, heads,
-    outputs).
+    """The products of each head with its part of `kv_b_proj`.
+
+    Each maps (n_tokens, heads, inputs) to (n_tokens, heads, outputs).
     """
 
     of_keys: Callable[[Tensor], Tensor]
@@ -120,7 +121,7 @@ def _packed_by_head(
 ) -> tuple[list[DenseWeight], list[DenseWeight]]:
     """Return the matrices of keys, transposed and in bf16, and the packed rows of values, by head.
 
-    Rows that are not whole blocks, or whose columns are reordered, are bf16 too.
+    The rows of values are bf16 too if they do not fill whole blocks or have reordered columns.
     """
     each = projection.out_features // num_heads
     rows = torch.arange(projection.out_features, device="cpu").view(num_heads, each)
@@ -133,14 +134,14 @@ def _packed_by_head(
 
 
 def _values_of(projection: PackedLinear, rows: Tensor) -> Tensor:
-    """Return rows (any) of a packed weight by number: (any, in_features) bf16."""
+    """Return the given rows of a packed weight: (*rows.shape, in_features) bf16."""
     if projection.input_order is not None:
         return projection.values().bfloat16()[rows]
     return read_rows(projection.threads, projection.packed, torch.bfloat16, rows)
 
 
 def _bf16_by_head(weight: Tensor) -> list[DenseWeight]:
-    """Pack (heads, outputs, inputs)."""
+    """Pack a weight (heads, outputs, inputs) as one bf16 matrix per head."""
     bf16, (num_heads, num_rows, _) = find_format("bf16"), weight.shape
     if num_rows % ROWS_PER_BLOCK:
         return [pack_dense(head, None, bf16) for head in weight]

@@ -1,8 +1,8 @@
 """Norms of prompts in one pass; torch makes seven passes over a prompt's activations.
 
-Norms are recognised by what they compute, not by their class: a module with one vector of weights,
-or none, that gives the kernel's results for random rows, or rows and gates. Decode steps keep the
-model's own norms, which are recorded.
+Norms are recognised by their results, not by their class. A norm is a module that has one vector of
+weights or none, and that gives the kernel's results for random rows, with or without gates. Decode
+steps keep the model's own norms, which are recorded.
 """
 
 import itertools
@@ -58,7 +58,7 @@ def _eps(module: nn.Module) -> float | None:
 
 
 def _native_norm(self: ModelPart, x: Tensor, gate: Tensor | None = None) -> Tensor | None:
-    """Apply a norm while a prompt runs, if the class computes what the kernel does."""
+    """Apply a norm in a prompt by the kernel, if its class computes the same; else return None."""
     ops, weight, has_gate = active_operations(), _weight(self), gate is not None
     if ops is None or x.dtype not in VALUE_DTYPES or x.device.type != "cpu":
         return None

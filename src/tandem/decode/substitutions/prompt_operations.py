@@ -1,9 +1,9 @@
 """Torch functions that a prompt calls between its layers and attention, computed natively.
 
 While a prompt runs, each torch function that the model's code calls is intercepted: residuals,
-routers, activations, angles. Those that the small native operations know (csrc/tensor_ops.hpp) run
-natively, with the same results except for a last bit. Decode steps are not intercepted: they are
-recorded (decision 8).
+routers, activations, angles. Functions that have a small native operation (csrc/tensor_ops.hpp) run
+natively; their results may differ from torch's in the last bit. Decode steps are not intercepted:
+they are recorded (decision 8).
 """
 
 import functools
@@ -48,10 +48,9 @@ _broadcast_shape = functools.lru_cache(maxsize=1024)(torch.broadcast_shapes)
 
 
 class PromptOperations(Meeting, TorchFunctionMode):
-    """Intercepts torch functions as a context, for one thread at a time; the inside of opaque calls
-    passes.
+    """A context that intercepts torch functions, for one thread at a time.
 
-    `threads` compute.
+    Functions inside opaque calls are not intercepted. `threads` compute the native operations.
     """
 
     def __init__(self, threads: CpuThreads) -> None:
@@ -61,9 +60,9 @@ class PromptOperations(Meeting, TorchFunctionMode):
         """Small weights in bf16, by the id of their tensor; None if bf16 does not hold it
         exactly."""
         self._widened: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        """By the id of an fp32 tensor, the bf16 tensor that it was converted from."""
+        """The bf16 tensor from which an fp32 tensor was converted, by the fp32 tensor's id."""
         self.norm_kinds: dict[object, object] = {}
-        """Cache for `norms`: its result for each class."""
+        """How each class of norms computes, as `norms` found it; kept here for `norms`."""
 
     def __torch_function__(
         self,
@@ -89,8 +88,8 @@ class PromptOperations(Meeting, TorchFunctionMode):
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
         """Return half-wise rotary embeddings of one sequence; None for other shapes.
 
-        `x` is (1, heads, n, dim) or (1, n, heads, dim) with the heads in dimension `heads`; tables
-        are (1, n, rotated), and only the first `rotated` values of a head are rotated.
+        `x` is (1, heads, n, dim) or (1, n, heads, dim); `heads` is the dimension of the heads.
+        `cos` and `sin` are (1, n, rotated); only the first `rotated` values of a head are rotated.
         """
         tokens = 3 - heads
         num_tokens, rotated = cos.shape[-2:]
@@ -113,7 +112,8 @@ class PromptOperations(Meeting, TorchFunctionMode):
     def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
         """Return pair-wise rotary embeddings of one sequence; None for other shapes.
 
-        As `rotate`, but the tables (1, n, pairs) apply to the last pairs of neighbours of a head.
+        As `rotate`, but `cos` and `sin` (1, n, pairs) apply to the last neighbouring pairs of
+        values of a head.
         """
         tokens = 3 - heads
         num_tokens, pairs = cos.shape[-2:]
@@ -136,7 +136,10 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return out.transpose(1, 2) if heads == 1 else out
 
     def combine(self, kind: int, args: Arguments, out: Tensor | None = None) -> Tensor | None:
-        """Compute an elementwise operation on tensors and numbers, perhaps in place."""
+        """Compute an elementwise operation on tensors and numbers, into `out` if it is given.
+
+        None: torch must compute the operation.
+        """
         tensors = [x for x in args if isinstance(x, Tensor)]
         numbers = [x for x in args if not isinstance(x, Tensor)]
         if not tensors or not all(_is_known(x) and x.dim() for x in tensors):
@@ -157,7 +160,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return out
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor converted to another dtype; None if its values stay as they are."""
+        """Return a tensor converted to another dtype; None: torch must convert it."""
         is_known = type(x) in _PLAIN and x.device.type == "cpu" and x.dtype in ELEMENT_DTYPES
         if not is_known or x.dtype == dtype or dtype not in FLOAT_DTYPES:
             return None
@@ -170,7 +173,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return out
 
     def before(self, x: Tensor) -> Tensor:
-        """Return the bf16 tensor that an fp32 one was converted from, or the tensor itself."""
+        """Return the bf16 tensor from which `x` was converted to fp32, or `x` itself."""
         return self._widened[id(x)][1] if id(x) in self._widened else x
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -202,7 +205,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _is_known(x: object) -> TypeGuard[Tensor]:
-    """Tell whether this is a tensor of values in host memory."""
+    """Tell whether `x` is a plain floating-point tensor in host memory."""
     if not isinstance(x, Tensor) or type(x) not in _PLAIN:
         return False
     return x.device.type == "cpu" and x.dtype in FLOAT_DTYPES

@@ -1,8 +1,8 @@
 """Recurrences and short convolutions that replace functions which modelling files call by name.
 
-Transformers' models of linear attention and state spaces share a few functions: names, arguments,
-meaning (docs/decisions/0010-named-operations.md). Without a state of Tandem's the model's own
-functions run.
+Transformers' models of linear attention and state spaces share a few functions, whose names,
+arguments and meaning are the same (docs/decisions/0010-named-operations.md). If a call's state is
+not one of Tandem's, the model's own function runs.
 """
 
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ def _delta_rule(
     cu_seqlens: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, State] | None:
-    """The gated delta rule; decays `g` are by head, or by key as in Kimi's delta attention."""
+    """The gated delta rule; `g` has a decay per head, or per key value as in Kimi's attention."""
     if not isinstance(initial_state, StateHandle) or cu_seqlens is not None:
         return None
     form = RecurrenceForm(
@@ -136,7 +136,7 @@ def _scan_token(
 ) -> Tensor | None:
     """Mamba over one token, (b, channels), or Mamba-2, (b, heads, head_dim).
 
-    Mamba-2's arguments are expanded over values, except B and C.
+    Mamba-2's arguments, except B and C, are expanded over the values of a head.
     """
     if not isinstance(state, StateHandle):
         return None
@@ -184,7 +184,7 @@ def _selective_scan_prompt(
     return_last_state: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, State] | None:
-    """Mamba over (b, channels, n_tokens); its state is that of the convolution's layer."""
+    """Mamba over (b, channels, n_tokens), with the state handle that the convolution used."""
     cache = current_cache()
     handle = None if cache is None else cache.states_asked_for
     if handle is None or not return_last_state:

@@ -1,9 +1,9 @@
 """Rotary embeddings in one pass, in place of the function that models call for them.
 
-This is for prompts on the CPU, and for pairs of neighbours also in a GPU's decode steps. The
-function is found by its name and parameters, and accepted if it rotates random heads as the kernels
-do: by halves (whole heads or their first values), or by pairs of neighbours (the last ones of a
-head).
+Prompts on the CPU use this; where pairs of neighbours are rotated, a GPU's decode steps use it too.
+The model's function is found by its name and parameters. It is replaced if it rotates random heads
+as the kernels do: by halves (of whole heads or their first values), or by pairs of neighbours (the
+last values of a head).
 """
 
 import functools
@@ -78,7 +78,7 @@ def _rotated_on_gpu(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor |
 
 
 def rotary_of(module: ModelPart) -> Function:
-    """Return the rotary function of a module's file, and its replacement."""
+    """Return the rotary function of a module's file, or its replacement if it can be replaced."""
     return _with_native(vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"])
 
 
@@ -108,7 +108,7 @@ def _turns_pairs(own: Function, count: int) -> bool:
 
 
 def _tried(own: Function, count: int, width: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return random heads, tables of a width, and a function's results; [] if it fails."""
+    """Return random heads, random tables of `width`, and the function's results; [] if it fails."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn((1, 2, 3, 8), generator=random, device="cpu")
     cos, sin = (torch.randn((1, 3, width), generator=random, device="cpu") for _ in range(2))

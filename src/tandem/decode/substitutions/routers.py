@@ -1,4 +1,4 @@
-"""Routers that steps compute by other, native operations with the same result: Inkling's."""
+"""Inkling's router, computed by other operations that Tandem has natively; the result is equal."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,8 @@ def _route_with_shared(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the experts' scores, weights and chosen experts, and the shared experts' weights.
 
-    A softmax over logarithms of sigmoids, -softplus(-x), divides the weight among both kinds.
+    A softmax over logarithms of sigmoids, -softplus(-x), divides the weight among the chosen and
+    the shared experts.
     """
     logits = F.linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
     routed, shared = logits.split([self.num_experts, self.n_shared_experts], dim=-1)

@@ -22,7 +22,7 @@ from tandem.kernels.torch_private import children_by_name, copy_module
 
 
 class ShallowCopy:
-    """A model's copy with substitutions; it follows the model when parts are replaced."""
+    """A model's copy with substitutions, which is renewed when parts of the model are replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         """Copy a model."""
@@ -65,8 +65,8 @@ class ShallowCopy:
 def _may_attend(module: nn.Module) -> bool:
     """Tell whether a module may read its config for attention.
 
-    Experts are bound to executors later, and rotary embeddings remember the last frequencies; both
-    stay the same object.
+    False for experts modules and rotary embeddings, which must not be copied: experts are bound to
+    executors later, and rotary embeddings store the last frequencies.
     """
     if not isinstance(vars(module).get("config"), PreTrainedConfig):
         return False
@@ -89,7 +89,7 @@ def _methods(module: ModelPart) -> dict[str, Function]:
 
 @functools.cache
 def with_functions(function: FunctionType) -> FunctionType | None:
-    """Copy a forward so that its named calls reach Tandem's functions; None if it has none."""
+    """Copy a forward so that its calls of `FUNCTIONS` reach Tandem's; None if it makes none."""
     inner = getattr(function, "__wrapped__", None)
     if inner is not None:
         changed = with_functions(inner)

@@ -1,6 +1,7 @@
-"""Layers that keep states inside one forward, for tokens of any slots: MiniMax's, ZAYA's, more.
+"""Layers that advance states in their own code (MiniMax, ZAYA and others), for any slots' tokens.
 
-They call no named functions, unlike those in `recurrences`, so the whole forward is replaced.
+Unlike the layers in `recurrences`, they call no functions that can be replaced by name. Therefore a
+whole method, mostly `forward`, is replaced.
 """
 
 import math
@@ -35,7 +36,7 @@ def _lightning_attention(
     cache: DynamicCache | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Linear attention whose states decay at a rate of their head, (b, n_tokens, width)."""
+    """Linear attention whose states decay at one rate per head, (b, n_tokens, width)."""
     handle = _handle(cache, self.layer_idx)
     heads, dim = self.num_attention_heads, self.head_dim
     mixed = self.act_fn(self.qkv_proj(hidden_states)).view(-1, heads, 3 * dim)
@@ -52,7 +53,7 @@ def _lightning_attention(
 def _convolved_projection(
     self: ModelPart, hidden_states: Tensor, cache: DynamicCache | None, conv_mask: object = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mix queries and keys by two convolutions; half of the values are the last token's.
+    """Mix queries and keys by two convolutions; half of each value is from the previous token.
 
     Returns three tensors (b, n_tokens, heads, dim).
     """
@@ -79,8 +80,8 @@ def _convolved_projection(
 def _convolved(self: ModelPart, handle: StateHandle, x: Tensor) -> Tensor:
     """Convolve each channel, then the channels of each head with each other: (n_tokens, channels).
 
-    There are zeros before the first token. The first convolution turns them into its bias, which
-    the second one reads.
+    Zeros precede the first token. The first convolution turns these zeros into its bias, and the
+    second convolution reads that bias.
     """
     first, second = self.conv_qk_depthwise, self.conv_qk_grouped
     new = _advanced(handle, "convolution", x, lambda: first.weight.squeeze(1))
@@ -109,9 +110,9 @@ def _delayed(handle: StateHandle, kind: str, x: Tensor) -> Tensor:
 def _ngrams(self: ModelPart, input_ids: Tensor, cache: DynamicCache | None) -> Tensor:
     """Return the rows of each token's n-grams, (b, n_tokens, width of all heads).
 
-    Tokens before a sequence, and those before its latest end of text, count as ends of text. A
-    state stores token ids minus the end's id in fp32, which is exact, because states begin with
-    zeros.
+    Positions before a sequence, and tokens before its latest end of text, count as ends of text.
+    States begin with zeros, so a state stores token ids minus the id of the end of text. These
+    numbers are exact in fp32.
     """
     handle, end = _handle(cache, self.layer_idx, 2), self.eos_token_id
     ids = input_ids.flatten()
@@ -138,7 +139,7 @@ def _rows_of_ngrams(
     ids: Tensor,
     *before: Tensor,
 ) -> Tensor:
-    """Return (n_tokens, heads of all n): for each n, `num_heads` rows from the hash of n tokens."""
+    """Return row numbers (n_tokens, heads of all n): `num_heads` per n, from a hash of n tokens."""
     mixed, token, hashes = ids * multipliers[0], ids, []
     for number, above in enumerate(before, 1):
         earlier = above.flatten().long() + end
@@ -175,9 +176,9 @@ def _dynamic_convolution(
     cache_offset: int = 0,
     **kwargs: object,
 ) -> Tensor:
-    """Convolve each channel, (b, n_tokens, channels), with its own taps and the token's taps.
+    """Convolve each channel, (b, n_tokens, channels), with the sum of its own and the token's taps.
 
-    A head's channels share the token's taps.
+    All channels of a head share the token's taps.
     """
     handle = _handle(cache, self.layer_idx + cache_offset, self.conv_idx)
     width, shape = self.conv_kernel_size, (*hidden_states.shape[:2], self.num_heads, 1, -1)

@@ -1,7 +1,7 @@
 """Tandem's code that replaces a model's own in a shallow copy; the model itself stays unchanged.
 
-The model's code calls it by name: as a method of its modules, or as a function in its file. Where
-it returns None, the model's own code runs.
+The model's code calls a substitute by name: as a method of the model's modules, or as a function in
+the model's file. Where a substitute returns None, the model's own code runs.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class Substitution(NamedTuple):
     matches: Callable[[ModelPart], bool]
     """Whether a module has the form that the substitute computes."""
     forward: Function
-    """Replaces the method: takes the module of the copy and the method's arguments."""
+    """The replacement; its arguments are the copied module and the method's arguments."""
     method: str = "forward"
 
 

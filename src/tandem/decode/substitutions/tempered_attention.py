@@ -1,6 +1,6 @@
 """Attention whose queries are scaled by their position (Llama 4), for tokens of any slots.
 
-The model's own code takes the positions from its cache, which assumes equal lengths.
+The model's own code reads the positions from its KV cache, which assumes sequences of equal length.
 """
 
 import torch

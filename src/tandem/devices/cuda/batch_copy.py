@@ -1,6 +1,6 @@
-"""Batches several copies to a GPU in one driver call, which costs the host a fifth of single calls.
+"""Queues several copies to a GPU in one driver call, at a fifth of the host time of single calls.
 
-Needs a driver of CUDA 12.8 or newer; with an older one the caller copies one by one.
+Needs a driver of CUDA 12.8 or newer; with an older driver the caller queues copies one by one.
 """
 
 import ctypes
@@ -45,9 +45,10 @@ class BatchCopy:
         self._function = function
 
     def __call__(self, entries: Sequence[CopyEntry], stream: int) -> int:
-        """Queue copies on a stream, not the default one; return the driver's code, 0 if it did.
+        """Queue copies on a stream; return the driver's code, 0 on success.
 
-        Pieces may be copied in any order. Memory on the host must be pinned.
+        The stream must not be the default stream, and host memory must be pinned. Entries may be
+        copied in any order.
         """
         count = len(entries)
         pointers, sizes = ctypes.c_void_p * count, ctypes.c_size_t * count
@@ -67,7 +68,7 @@ class BatchCopy:
 
 
 def find_batch_copy(load: Callable[[str], object] = ctypes.CDLL) -> BatchCopy | None:
-    """Return the driver's batched copy; None if there is no driver, or an older one."""
+    """Return the driver's batched copy; None if there is no driver of CUDA 12.8 or newer."""
     driver = open_driver(load)
     # The version of CUDA 12.8; that of 13.0 has the same name and one argument less.
     function = driver and driver.find(
@@ -78,5 +79,5 @@ def find_batch_copy(load: Callable[[str], object] = ctypes.CDLL) -> BatchCopy | 
 
 
 def is_worth_a_batch(entries: Sequence[CopyEntry]) -> bool:
-    """Tell whether one batched call is faster and still asynchronous."""
+    """Tell whether one batched call is faster than single calls and still asynchronous."""
     return len(entries) > 1 and all(entry.num_bytes >= LEAST_BYTES for entry in entries)

@@ -1,4 +1,4 @@
-"""CUDA graphs: captures of the work queued on a stream, and the cleanup after a broken one."""
+"""CUDA graphs: captures the work queued on a stream, and cleans up after a broken capture."""
 
 import contextlib
 import gc
@@ -21,10 +21,13 @@ class Graph(Protocol):
 
 
 class Capture(Protocol):
-    """Captures work as graphs that share memory; each captured step has its own."""
+    """Captures work as graphs that share one memory pool; every captured step has its own object.
+
+    Only one segment is captured at a time.
+    """
 
     def waits(self, *, allowed: bool) -> AbstractContextManager[None]:
-        """Inside, raise `RuntimeError` where work makes the host wait, unless that is `allowed`."""
+        """Inside, raise `RuntimeError` where work makes the host wait, unless waits are allowed."""
 
     def begin(self) -> None:
         """Begin a segment: from now on work is captured, not executed."""
@@ -37,10 +40,10 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs on a stream of their own, from one pool of memory."""
+    """Captures CUDA graphs on a stream of their own, with memory from one pool."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """Capture on a GPU; inside `on_capture_stream`.
+        """Capture on a GPU; `begin` and `end` must be called inside `on_capture_stream`.
 
         Captures that share a `stream` share the workspaces that matrix products keep for it.
         """
@@ -50,7 +53,7 @@ class CudaCapture:
 
     @contextlib.contextmanager
     def waits(self, *, allowed: bool) -> Iterator[None]:
-        """Let torch raise before it makes the host wait."""
+        """Inside, let torch raise an error instead of making the host wait, unless `allowed`."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns once that it does not find every wait
@@ -76,8 +79,8 @@ class CudaCapture:
         """Clean up after a broken capture: the stream, the allocator and the random generator.
 
         If CUDA calls a capture invalid, torch (as of 2.11) raises before it notifies its allocator
-        and its generator: the first would keep allocating from the graph's pool, the second would
-        refuse to draw.
+        and its generator: the allocator would keep allocating from the graph's pool, and the
+        generator would refuse to draw.
         """
         graph, self._graph = self._graph, None
         if graph is None:
@@ -96,8 +99,10 @@ class CudaCapture:
 
 @contextlib.contextmanager
 def on_capture_stream(capture: Capture) -> Iterator[None]:
-    """Make a capture's stream the current one, ordered after and before the work of other
-    streams.
+    """Make a capture's stream the current stream, without Python's garbage collection.
+
+    Its work comes after the previous current stream's earlier work and before that stream's later
+    work.
     """
     if not isinstance(capture, CudaCapture):
         yield
@@ -119,7 +124,7 @@ def on_capture_stream(capture: Capture) -> Iterator[None]:
 
 
 def captured_work(work: Callable[[], None], capture: Capture, streams: CudaStreams) -> Graph:
-    """Return a graph of what `work` queues."""
+    """Return a graph of all that `work` queues."""
     graphs = list[Graph]()
 
     def queue() -> None:

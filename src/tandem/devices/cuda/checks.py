@@ -1,4 +1,4 @@
-"""Checks for a GPU that Tandem can use; otherwise says in one sentence what to do."""
+"""Checks that Tandem can use a GPU; each error says in one sentence what the user can do."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -44,14 +44,12 @@ class Probe:
         return Gpu(found.name, (found.major, found.minor), found.total_memory)
 
     def built_for(self) -> Sequence[str]:
-        """Return the architectures that torch's kernels were compiled for: "sm_90",
-        "compute_120".
-        """
+        """Return the architectures of torch's kernels, such as "sm_90" and "compute_120"."""
         return torch.cuda.get_arch_list()
 
 
 def require_cuda(probe: Probe | None = None, index: int = 0) -> Gpu:
-    """Return the GPU, or raise `CapacityError`, which says what is missing."""
+    """Return a GPU's properties; raises `CapacityError` if Tandem cannot use the GPU."""
     probe = probe or Probe()
     otherwise = "or run with device cpu"
     if not probe.built_for_cuda():
@@ -93,7 +91,7 @@ def require_cuda(probe: Probe | None = None, index: int = 0) -> Gpu:
 
 
 def _runs_on(capability: tuple[int, int], built_for: str) -> bool:
-    """Whether a GPU runs code for "sm_86", or can compile what is given as "compute_120"."""
+    """Tell whether a GPU can run code built for `built_for`, such as "sm_86" or "compute_120"."""
     kind, _, number = built_for.partition("_")
     digits = number.rstrip("af")
     if not digits.isdigit():

@@ -1,23 +1,23 @@
 """The link to a GPU: copies are queued on streams of their own, and events keep the order.
 
-The promises of `copy_engine` hold in the GPU's time, not in the host's:
+The order that `copy_engine` demands holds in the GPU's time, not in the host's:
 
-    queue     the stream waits for the last read of the slot and for the slot's last copy,
-              then come the bytes, then an event (written)
-      -> use  the compute stream waits for that event, then the batch reads
+    queue     the stream waits for the last read of the slot and for the slot's last copy, then
+              copies the bytes, then records an event (written)
+      -> use  the compute stream waits for that event, then the batch reads the slot
       -> end  an event after the batch (read), for which the next copy into the slot waits
 
-So for the host a copy *lands* when it is queued: from then on a batch that reads it may be
-launched. `arrivals` reports it to the planner when its event has passed.
+So for the host a copy *lands* when it is queued: from then on a batch that reads its slot may be
+launched. `arrivals` reports a copy to the planner when the copy's event has passed.
 
-A queued copy cannot be cancelled. So copies ahead are held on the host until the link has little
-left to do, and are then queued, several in one call. Held copies can be cancelled; a batch that
-claims one queues it at once. Copies are whole experts, of megabytes each, from pinned memory; only
-`drain` and `close` wait.
+A queued copy cannot be cancelled. So prefetches are held on the host until the link has little left
+to do, and are then queued, several in one call. A held copy can be cancelled; a batch that claims
+its slot queues it at once. Copies are whole experts, of megabytes each, from pinned memory. If all
+experts are in host memory, only `drain` and `close` wait.
 
-Experts of a disk hold their host slots until their event has passed. Copies ahead are also held
-until their bytes have been read; needed ones wait for the disk. An expert that leaves a device slot
-is copied back before the new one if host memory should keep it.
+If experts are on a disk, a copy keeps its expert's host slot until its event has passed. Prefetches
+are also held until their bytes have been read; fetches wait for the disk. An expert that leaves a
+device slot is first copied back if host memory should keep it.
 """
 
 from collections import deque
@@ -42,7 +42,7 @@ _AT_ONCE = 4
 
 
 class SlotEvents:
-    """The last write and the last reads of each slot, as events; shared with the device."""
+    """Events of each slot's last write and last read; the copy engine and the device share them."""
 
     def __init__(self) -> None:
         """Start without events."""
@@ -50,14 +50,15 @@ class SlotEvents:
         self.read: dict[int, Event] = {}
 
     def note_read(self, claims: Sequence[Claim], event: Event) -> None:
-        """Record that the batch before `event` reads these slots; a later event covers earlier
-        ones.
+        """Record that the batch before `event` reads these slots.
+
+        `event` replaces an earlier read's event, because it comes later on the same stream.
         """
         for slot, _ in claims:
             self.read[slot] = event
 
     def clear(self) -> None:
-        """Forget all events, because the slots have other memory now."""
+        """Forget all events; needed when the slots get other memory."""
         self.written.clear()
         self.read.clear()
 
@@ -67,19 +68,19 @@ class Link(NamedTuple):
 
     real: float
     wanted: float | None = None
-    """Limits the link to this speed, so that a fast machine can stand in for a slower one."""
+    """The speed to which the link is limited, to imitate a slower machine; None: no limit."""
 
     @property
     def rate(self) -> float:
-        """The speed in bytes per second, as the runtime measured it."""
+        """The speed in bytes per second, with the limit."""
         return self.real if self.wanted is None else min(self.wanted, self.real)
 
     def pause_seconds(self, num_bytes: int) -> float:
-        """Return how long a copy must pause after it to keep this rate."""
+        """Return for how many seconds the link must pause after a copy to keep to `rate`."""
         return num_bytes / self.rate - num_bytes / self.real
 
     def most_ahead(self, num_bytes: int) -> int:
-        """Return how many copies ahead of this size may be queued at a time."""
+        """Return how many prefetches of `num_bytes` each may be queued at a time."""
         return max(_FEWEST_AHEAD, int(AHEAD_SECONDS * self.rate / num_bytes))
 
 
@@ -91,11 +92,11 @@ class _Job:
     generation: int
     is_ahead: bool
     leaves: int
-    """The key of the slot's present content, or `NOTHING`."""
+    """The key of the slot's content before the copy, or `NOTHING`."""
     held: HeldExpert | None = None
     """The expert in host memory, held until its bytes are in the slot."""
     back: HeldExpert | None = None
-    """Host memory reserved for the slot's present content."""
+    """Host memory reserved for the slot's content before the copy; None: it is not copied back."""
 
     def let_go(self) -> None:
         """Release the expert's host memory."""
@@ -104,7 +105,7 @@ class _Job:
             self.held = None
 
     def end(self) -> None:
-        """Release the host memory after the copy; the evicted expert has been copied back."""
+        """Release the host memory after the copy; keep an evicted expert that was copied back."""
         self.let_go()
         if self.back is not None:
             self.back.keep()
@@ -112,14 +113,14 @@ class _Job:
 
 
 class _UnderWay(NamedTuple):
-    """A copy that is queued."""
+    """A copy that is queued on a stream, and the event after it."""
 
     job: _Job
     done: Event
 
 
 class CudaCopyEngine:
-    """Queues copies to a GPU. Called by the executor's thread alone."""
+    """Queues copies to a GPU. Only the executor's thread may call it."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class CudaCopyEngine:
         events.clear()
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Queue copies, several per driver call; copies ahead are held until `flush`."""
+        """Queue copies, several per driver call; hold them until `flush` unless `is_needed`."""
         if not is_needed:
             self._kept += [self._job(copy, is_ahead=True) for copy in copies]
             return
@@ -165,14 +166,14 @@ class CudaCopyEngine:
         return _Job(copy, generation, is_ahead=is_ahead, leaves=leaves)
 
     def flush(self) -> None:
-        """Queue held copies if the link is about to run out of work."""
+        """Queue held copies whose bytes are in memory if the link is about to run out of work."""
         first = islice(self._kept, max(0, self._most_ahead - self._num_ahead))
         come = [job for job in first if self._has_come(job)]
         if come:
             self._take(come, self._stream_ahead)
 
     def _has_come(self, job: _Job) -> bool:
-        """Tell whether an expert is in memory; otherwise start its read if there is room."""
+        """Tell whether a copy's expert is in host memory; if not, try to start its read."""
         if job.held is None:
             job.held = self._store[job.copy.layer].try_hold(job.copy.expert)
         return job.held is not None and job.held.has_come()
@@ -184,11 +185,11 @@ class CudaCopyEngine:
         self._queue(jobs, stream)
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim slots; the compute stream will wait for bytes that are still being copied."""
+        """Claim slots; the compute stream will wait for copies into them that are not done."""
         return self.slots.begin_use(slots, keys, self._bring)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
-        """Return the copies that have ended since the last call; queries events and never waits."""
+        """Return (layer, expert, time) of copies that ended since the last call; never waits."""
         arrived = []
         for queue in self._under_way.values():
             while queue and queue[0].done.query():
@@ -206,7 +207,7 @@ class CudaCopyEngine:
         return arrived
 
     def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Cancel held copies of a layer; copies already queued on a stream are completed."""
+        """Cancel held copies of a layer; return their experts. Queued copies are completed."""
         cancelled = [
             job for job in self._kept if job.copy.layer == layer and job.copy.expert in experts
         ]
@@ -237,7 +238,7 @@ class CudaCopyEngine:
         self._events.clear()
 
     def _queue(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies on a stream, as many at once as host slots can be held."""
+        """Queue copies on a stream, in groups of as many experts as host slots can hold at once."""
         held: list[_Job] = []
         for job in jobs:
             self._has_come(job)  # starts all reads that there is room for
@@ -251,7 +252,7 @@ class CudaCopyEngine:
         self._copy(held, stream)
 
     def _held_in_turn(self, copy: Copy) -> HeldExpert:
-        """Hold an expert's host slot after releasing others, once these have been copied."""
+        """Hold an expert in a host slot that a queued copy has released; waits for such copies."""
         layer, held = self._store[copy.layer], None
         for job, done in chain(*self._under_way.values()):
             if job.held is not None:
@@ -263,7 +264,7 @@ class CudaCopyEngine:
         return layer.hold(copy.expert)
 
     def _copy(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies of experts in memory after all uses of their slots; they count as landed."""
+        """Queue copies of experts in memory, after all uses of their slots; mark them as landed."""
         if not jobs:
             return
         events, streams, slots = self._events, self._streams, self.slots
@@ -297,14 +298,14 @@ class CudaCopyEngine:
             slots.land(job.copy.slot, job.generation)
 
     def _taken_back(self, key: int) -> HeldExpert | None:
-        """Return host memory for an expert that leaves its slot, if the eviction keeps it."""
+        """Return host memory for an expert that leaves its slot; None: do not copy it back."""
         if key == NOTHING:
             return None
         layer, expert = self._geometry.expert_id(key)
         return self._store[layer].take_back(expert)
 
     def _bring(self, claims: Sequence[Claim]) -> None:
-        """Queue claimed copies that are held; the compute stream waits for all claimed ones."""
+        """Queue held copies into claimed slots; the compute stream waits for all claimed slots."""
         wanted = [job for job in self._kept if (job.copy.slot, job.generation) in claims]
         if wanted:
             self._take(wanted, Stream.FETCH)

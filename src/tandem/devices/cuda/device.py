@@ -1,8 +1,8 @@
 """A GPU as a device of the hybrid runtime: its memory, and batches on the model's own stream.
 
-Everything is queued, in the order of `device`. The only wait of a layer is `download`, for the
-router's choice. Host memory that queued copies read (rows, tables) is written again only after the
-next `download`, which comes after all of them on the same stream.
+All work is queued, in the order that `experts.execution.device` describes. A layer waits only in
+`download`, for the router's choice. Host memory that queued copies read (rows, tables) is written
+again only after the next `download`, which follows these copies on the same stream.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _DOWNLOADS_KEPT = 4
 
 
 class CudaDevice(Device):
-    """Counts device memory, and runs batches on the model's stream."""
+    """A GPU: allocates device memory, and runs batches on the model's stream."""
 
     name = "cuda"
     computes_beside = True
@@ -71,7 +71,7 @@ class CudaDevice(Device):
         return self.streams.memory()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return memory for slots; it returns to torch's allocator with its last reference.
+        """Return memory for slots, which torch's allocator frees with the last reference to it.
 
         Raises `OutOfDeviceMemoryError`.
         """
@@ -123,21 +123,19 @@ class CudaDevice(Device):
         return hosts
 
     def add_busy(self, seconds: float) -> None:
-        """Add seconds of work that other code launched on the compute stream."""
+        """Report the seconds of work that other code has launched on the compute stream."""
         if self._on_busy is not None:
             self._on_busy(seconds)
 
     def forget_rows(self) -> None:
-        """Allocate new memory for rows next time; nothing on the device may still use the present
-        memory.
-        """
+        """Wait for the device, and let the next call allocate new memory for rows."""
         self._batches.clear()
         with contextlib.suppress(RuntimeError):
             self.streams.synchronize()
         super().forget_rows()
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
-        """Queue a batch after the copies of its experts."""
+        """Queue a batch; the stream runs it after the copies of the batch's experts."""
         streams, begin = self.streams, None
         is_timed = self._on_busy is not None and self._is_watched()
         try:
@@ -157,7 +155,7 @@ class CudaDevice(Device):
     def prepared(self, batch: ExpertBatch, source: WeightSource) -> Work:
         """Do the host's part of a batch; return the work to queue on the compute stream.
 
-        From here on the stream waits for the bytes that `source` claims.
+        From this call on, the stream waits for the copies into the slots that `source` claims.
         """
         prepared = self._kernels.prepare(batch, source)
         table = self._staged(prepared.table)
@@ -173,7 +171,7 @@ class CudaDevice(Device):
         self.streams.run(Stream.COMPUTE, copy)
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
-        """Copy the table now; returns a function that queues the sum."""
+        """Queue the copy of the tables now; return a function that queues the weighted sum."""
         num_tokens, staged = row_of.shape[0], self._staged(row_of)
         on_device: list[Tensor] = []
         self.streams.run(Stream.COMPUTE, lambda: on_device.append(self._brought(staged)))
@@ -198,13 +196,16 @@ class CudaDevice(Device):
         self.streams.limit(None)
 
     def resident(self, cache: ExpertCache) -> ResidentLayers | None:
-        """Return what computes layers without plans once all experts are resident; else None."""
+        """Return the object that computes layers without plans where all experts are resident.
+
+        Returns None if the device's kernels cannot do that.
+        """
         experts = self.grouped_experts
         return None if experts is None else ResidentLayers(cache, experts, self.streams)
 
     @property
     def grouped_experts(self) -> "TritonExperts | None":
-        """The kernels that find experts by addresses on the device; None: there are none."""
+        """The kernels that find experts by their addresses on the device; None: torch computes."""
         return self._kernels.grouped
 
     def require_usable(self) -> None:
@@ -237,7 +238,7 @@ class PinnedArena:
         self._used_bytes = 0
 
     def reset(self) -> None:
-        """Hand the same memory out again; nothing may still use it."""
+        """Take all parts back for reuse; nothing may still use them."""
         self._used_bytes = 0
 
     def take_like(self, tensor: Tensor) -> Tensor:

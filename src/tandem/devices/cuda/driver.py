@@ -1,8 +1,8 @@
 """Looks up functions of the CUDA driver, each in an explicit version.
 
-A symbol of libcuda.so keeps its first meaning; cuda.h maps names to later versions by macros. So
-`cuStreamWriteValue32`, looked up by name, is the version that drivers disable by default.
-`cuGetProcAddress` (CUDA 12) returns the function as of a given version of CUDA.
+A symbol of libcuda.so always means the first version of its function; cuda.h maps names to later
+versions by macros. So the symbol `cuStreamWriteValue32` is the version that drivers disable by
+default. `cuGetProcAddress` (CUDA 12) returns the function as of a given version of CUDA.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ class Driver:
     """Looks up driver functions."""
 
     def __init__(self, library: Any) -> None:
-        """Use a loaded library; `AttributeError` if its driver is older than CUDA 12."""
+        """Use a loaded library; raises `AttributeError` if its driver is older than CUDA 12."""
         self._get_address = library.cuGetProcAddress_v2
 
     def find(self, name: str, version: int, *argument_types: type) -> Function | None:
@@ -56,7 +56,7 @@ class Driver:
 
 
 def open_driver(load: Callable[[str], object] = ctypes.CDLL) -> Driver | None:
-    """Return this machine's driver; None if there is none, or one older than CUDA 12."""
+    """Return this machine's driver; None if there is no driver of CUDA 12 or newer."""
     try:
         return Driver(load(DRIVER_LIBRARY))
     except (OSError, AttributeError):

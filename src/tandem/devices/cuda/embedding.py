@@ -1,7 +1,8 @@
-"""Embeddings that stay in host memory beside a GPU: a token's row is read there and copied.
+"""Embeddings that stay in host memory: a token's row is read there and copied to the GPU.
 
-A captured step cannot read token ids back. A caller that knows them on the host reads the rows
-first and passes them: `with given_rows(rows): model(ids)`. Otherwise the host waits for the ids.
+A captured step cannot copy token ids to the host. A caller that knows the ids on the host reads the
+rows first and passes them: `with given_rows(rows): model(ids)`. Otherwise the host waits for the
+ids.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ _GIVEN: ContextVar[Tensor | None] = ContextVar("tandem_given_rows", default=None
 
 
 class HostEmbedding(nn.Module):
-    """Replaces, on a device, embeddings in host memory; it has no parameters."""
+    """Takes the place of a model's embeddings, which stay in host memory; has no parameters."""
 
     def __init__(self, on_host: ModelPart, device: torch.device) -> None:
         """Read rows by calling `on_host`, embeddings on the CPU."""
@@ -64,7 +65,7 @@ class HostEmbedding(nn.Module):
 
 @contextmanager
 def given_rows(rows: Tensor | None) -> Iterator[None]:
-    """Use these embeddings for a model call's ids inside the context; None: the call reads them."""
+    """Inside, use `rows` as the embeddings of a model call's ids; None: the call reads them."""
     token = _GIVEN.set(rows)
     try:
         yield
@@ -76,10 +77,10 @@ class StepRows:
     """The embeddings of decode steps, at a fixed address of the device."""
 
     def __init__(self, embeddings: nn.Module, num_slots: int) -> None:
-        """Serve `num_slots` slots; does nothing for embeddings that are on the device."""
+        """Allocate memory for `num_slots` slots, unless the embeddings are on the device."""
         self._source = embeddings if isinstance(embeddings, HostEmbedding) else None
         self.memory: Tensor | None = None
-        """(num_slots, 1, embedding_dim)"""
+        """(num_slots, 1, embedding_dim); None: the embeddings are on the device."""
         if self._source is not None:
             shape = num_slots, 1, self._source.embedding_dim
             with torch.inference_mode(False):
@@ -89,13 +90,14 @@ class StepRows:
             self._twin = HostTwin(self.memory)
 
     def bring(self, ids: Sequence[int]) -> None:
-        """Queue the copy of a step's rows, one for each slot."""
+        """Queue the copy of the embeddings of a step's tokens, one for each slot."""
         if self._source is not None and self.memory is not None:
             self._twin.bring(self._source.rows(ids)[:, None])
 
     def of_prompt(self, ids: Sequence[int]) -> Tensor | None:
-        """Return a prompt's embeddings on the device, (1, n, embedding_dim); None: the device has
-        them.
+        """Return a prompt's embeddings, copied to the device: (1, n, embedding_dim).
+
+        Returns None if the model's embeddings are on the device.
         """
         if self._source is None:
             return None

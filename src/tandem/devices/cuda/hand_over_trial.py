@@ -1,8 +1,8 @@
 """Finds a way for a GPU and the host to signal each other, and times handing a layer over.
 
-Uses layers of one token in a mailbox of their own. One graph of many layers has all experts on the
-GPU, so that nothing waits. In another each layer misses an expert, and a thread of the host answers
-as soon as it sees that.
+Uses layers of one token in a mailbox of their own. In one graph of many layers, no layer misses an
+expert, so that nothing waits. In another graph each layer misses an expert, and a host thread
+answers as soon as it sees the doorbell.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ class TrialLimits:
     """The size of a trial, and how long it waits."""
 
     layers: int = 64
-    """Layers of the graph that is timed."""
+    """The number of layers of the graph that is timed."""
     asked_experts: int = 128
-    """Experts of the router that is asked in the timed graph."""
+    """The number of experts of the router that is run ahead in the timed graph."""
     doorbell_seconds: float = 10.0
     come_seconds: float = 2.0
     """Time limit for the first hand-over."""
@@ -52,7 +52,7 @@ LIMITS = TrialLimits()
 def find_signals(streams: CudaStreams, limits: TrialLimits | None = None) -> Signals | None:
     """Return the faster way of signalling between a GPU and the host that works in a graph.
 
-    None: none works, or Triton is missing.
+    Returns None if neither way works, or if Triton is missing.
     """
     if importlib.util.find_spec("triton") is None:
         return None
@@ -96,9 +96,10 @@ def graph_costs(
     make_capture: Callable[[], Capture] | None = None,
     limits: TrialLimits | None = None,
 ) -> HostCosts:
-    """Return the host costs of steps that are one graph; prompts fetch as elsewhere.
+    """Return the host costs of steps that are one graph.
 
-    Without `make_capture` the layers are queued one by one, as on a twin.
+    `fetch_seconds` are the seconds of a fetched expert's launch, which prompts still need. Without
+    `make_capture` the layers are queued one by one, as on a CPU twin.
     """
     trial = Trial(signals, streams, hidden_size, make_capture, limits)
     of_hits, of_misses = trial.layer_seconds(_NO_EXPERT), trial.answered_seconds()
@@ -149,7 +150,7 @@ class Trial:
         make_capture: Callable[[], Capture] | None = None,
         limits: TrialLimits | None = None,
     ) -> None:
-        """Allocate memory; `RuntimeError` if there is none that both sides can see."""
+        """Allocate memory; raises `RuntimeError` if there is none that both sides can access."""
         from tandem.devices.cuda import handing
 
         self.signals, self._streams, self._make_capture = signals, streams, make_capture
@@ -184,9 +185,9 @@ class Trial:
         self._is_lost = False
 
     def works(self) -> bool:
-        """Hand a layer over, in a graph if possible; waits, but not for ever.
+        """Tell whether a layer can be handed over, in a graph if possible; waits, but not for ever.
 
-        In any case the host sets the word that the stream waits for.
+        The host always sets the word that the stream waits for, even after a failure.
         """
         streams = self._streams
         streams.run(Stream.COMPUTE, self._load)
@@ -201,13 +202,17 @@ class Trial:
         return all(self._comes_through(graph.replay, result) for result in (3.0, 4.0))
 
     def answered_seconds(self) -> float:
-        """Time a layer that the host answers; raises `RuntimeError` if it does not end."""
+        """Return the seconds of a layer that the host answers.
+
+        Raises `RuntimeError` if a signal does not arrive in time.
+        """
         return self.layer_seconds(_ABSENT)
 
     def layer_seconds(self, expert: int, *, fetches: bool = False, asks: bool = False) -> float:
-        """Time a layer whose token has chosen one expert.
+        """Return the seconds of a layer whose only token has chosen `expert`.
 
-        With `fetches` it is launched twice; with `asks` it asks the next layer's router.
+        With `fetches` the layer also runs `take_fetched` and launches its hits a second time; with
+        `asks` it also runs the next layer's router ahead.
         """
 
         def work() -> None:
@@ -221,9 +226,9 @@ class Trial:
         return median(self._once(launch, expert) for _ in range(REPETITIONS)) / self._limits.layers
 
     def _load(self, *, asks: bool = False) -> None:
-        """Launch the kernels for a token without experts, which waits for nothing.
+        """Launch all kernels once for a token without experts, so that nothing waits.
 
-        Loading a kernel behind a wait could deadlock.
+        Loading a kernel while the stream waits could deadlock.
         """
         signals = KernelSignals(self.signals.wait_seconds)
         self._hand_over(_NO_EXPERT, 0, signals, fetches=True, asks=asks)
@@ -248,7 +253,8 @@ class Trial:
     def _comes_through(self, work: Callable[[], None], result: float) -> bool:
         """Queue a hand-over, answer it, and tell whether both sides saw the expected values.
 
-        Queueing may itself wait for the end (CUDA_LAUNCH_BLOCKING); a timer then answers.
+        With CUDA_LAUNCH_BLOCKING, queueing itself waits for the hand-over's end; a timer then
+        answers.
         """
         self._words.zero_()
         held = threading.Timer(self._limits.come_seconds, self._answer, [result])
@@ -266,12 +272,15 @@ class Trial:
         return has_rung and has_waited and has_ended and float(self._out[0, 0]) == result
 
     def _answer(self, result: float) -> None:
-        """Release the stream."""
+        """Answer with `result` in every value, which releases the stream."""
         self._results.fill_(result)
         self._done.fill_(1)
 
     def _once(self, launch: Callable[[], None], expert: int) -> float:
-        """Return the seconds of the layers; nothing is left waiting in any case."""
+        """Launch the layers and return their seconds; nothing stays waiting, even after an error.
+
+        With the expert `_ABSENT`, a thread answers the layers.
+        """
         self._words.zero_()
         is_over = threading.Event()
         answering = threading.Thread(target=self._answer_all, args=(is_over,), daemon=True)
@@ -303,7 +312,7 @@ class Trial:
             words[16] = 1
 
     def _let_go(self, is_over: threading.Event) -> None:
-        """Release the device from remaining waits."""
+        """Release the device from all remaining waits, until `is_over`."""
         self._is_lost = True
         while not is_over.is_set():
             self._done.fill_(1)

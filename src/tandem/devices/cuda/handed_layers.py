@@ -1,12 +1,13 @@
-"""A layer inside a captured step whose misses the host computes: queued without a wait.
+"""Queues a layer inside a captured step, whose misses the host computes; the host does not wait.
 
     publish -> doorbell -> hits (vector kernels) -> wait for `done` -> combine
 
-Where the host may fetch misses, the vector kernels are launched a second time for the fetched ones,
-between the wait and combine.
+Where the host may fetch misses, the vector kernels are launched a second time for the fetched
+experts, between the wait and combine.
 
-It replaces `ResidentLayers`, so that a step with it is one graph. The host's side is the
-coordinator (docs/decisions/0016-coordinator.md), whose mailbox and table of addresses it reads.
+`HandedLayers` takes the place of `ResidentLayers`, so that the whole step is one graph. The host's
+side is the coordinator (docs/decisions/0016-coordinator.md), with which it shares the mailbox and
+the table of addresses.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from tandem.triton_kernels.experts import TritonExperts
 
 
 class HandedLayers:
-    """The layers of one captured step of one size, as publish and combine see them."""
+    """The layers of a captured step of one size; a call queues the kernels of one layer."""
 
     def __init__(
         self,
@@ -42,12 +43,13 @@ class HandedLayers:
         fetches: bool = False,
         routers: Sequence[AskedRouter | None] = (),
     ) -> None:
-        """Hand over through a mailbox in `memory` (num_bytes,) uint8, which is mapped.
+        """Hand over through a mailbox in `memory` (num_bytes,) uint8, which must be mapped.
 
         `table` (layers, experts) int64 on the device has the address of each resident expert, 0 for
-        the others. `words` are for all mailboxes: a step is under way in one of them. `fetches`
-        tells whether the host may answer with addresses. `routers` are those of the layers after
-        the first one, which are asked ahead; a router that is None is not asked.
+        all other experts. All mailboxes share `words`, because only one step is under way at a
+        time. `fetches` tells whether the host may answer with addresses of fetched experts.
+        `routers` are the routers of all layers but the first, which are run ahead; None: that
+        layer's router is not.
         """
         self._store, self._box, self._memory, self._table = store, box, memory, table
         self._experts, self._signals = experts, signals
@@ -56,21 +58,25 @@ class HandedLayers:
         self._heard: dict[int, Tensor] = {}  # layer -> what its router has read
 
     def serves(self, layer: int, functions: ExpertFunctions, index: Tensor) -> bool:
-        """Tell whether a layer can be handed over: packed, plainly gated, of few tokens."""
+        """Tell whether a layer can be handed over.
+
+        It must be packed in its inputs' own order, with a native activation and without a norm
+        after it, and have at most `MAX_GRAPH_TOKENS` tokens.
+        """
         host = self._store[layer]
         is_plain = functions.native is not None and functions.post_norm is None
         is_packed = isinstance(host, PackedLayer) and host.input_order is None
         return is_plain and is_packed and len(index) <= MAX_GRAPH_TOKENS
 
     def hear(self, layer: int, hidden: Tensor) -> None:
-        """Take what the router of a layer of this step reads: (n_tokens, hidden_size)."""
+        """Keep the input of a layer's router in this step: (n_tokens, hidden_size)."""
         if layer < len(self._routers) and self._routers[layer] is not None:
             self._heard[layer] = hidden.contiguous()
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor | None:
-        """Queue a layer of the step's tokens; None if it needs a graph break."""
+        """Queue a layer for the step's tokens; return its result; None: it needs a graph break."""
         if not self.serves(layer, functions, index):
             return None
         host = self._store[layer]
@@ -91,7 +97,7 @@ class HandedLayers:
         )  # fmt: skip
 
     def _asked(self, layer: int) -> handing.Asked | None:
-        """Return the inputs for asking the next layer's router; None: it is not asked."""
+        """Return the next layer's router and its input; None: the router is not run ahead."""
         heard = self._heard.pop(layer, None)
         router = None if heard is None else self._routers[layer]
         return None if heard is None or router is None else handing.Asked(router, heard)
@@ -112,7 +118,7 @@ class HandedLayers:
         )  # fmt: skip
 
     def _tensors(self, layer: int, hidden: Tensor, pairs: int) -> handing.MailboxTensors:
-        """Return a layer's mailbox as tensors of host memory, for this many choices."""
+        """Return a layer's mailbox as tensors of host memory, for `pairs` routed tokens."""
         box, start = self._box, layer * self._box.layer_bytes
 
         def part(offset: int, count: int, dtype: torch.dtype) -> Tensor:

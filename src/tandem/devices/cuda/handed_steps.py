@@ -1,12 +1,14 @@
 """Captured steps on a GPU: graphs without a break, whose layers the coordinator answers.
 
-    begin     the host's table, as plans have left it without the experts that are to go, is brought
-              to the device
-      -> the graph: each layer is handed over; of kernels alone, so that its launch costs little
-      -> finish  all layers have been answered; the GPU may still be at what follows them
+    begin     the host's table, already without the experts that plans evict, is copied to the
+              device
+      -> the graph: each layer is handed over; it consists of kernels alone, so that its launch
+                 costs little
+      -> finish  all layers have been answered; the GPU may still compute what follows the layers
 
-The device's own table is written by the copying thread too, while a step runs, where the driver
-can; what was lost between the two (an entry that was written and then brought as 0) is a miss once.
+While a step runs, the copying thread also writes entries of the device's table, if the driver
+supports that. The next copy of the host's table may overwrite such an entry with 0; its expert is
+then a miss once.
 """
 
 import time
@@ -63,9 +65,10 @@ class HandedSteps(CapturedSteps):
     ) -> None:
         """Start the coordinator's threads; `experts` compute the hits.
 
-        `routers` are those after the first layer's, if they can be asked ahead; None among them is
-        not asked. `library` is the driver's, whose functions copy experts; None: slots are in host
-        memory. Raises `RuntimeError` if the library lacks a function.
+        `routers` are the routers of all layers but the first, if they can be run ahead; a layer
+        whose entry is None has no such router. `library` is the driver library, whose functions
+        copy experts; None: slots are in host memory. Raises `RuntimeError` if the library lacks a
+        function.
         """
         geometry, streams = cache.geometry, device.streams
         shape = geometry.num_layers, geometry.num_experts
@@ -103,7 +106,10 @@ class HandedSteps(CapturedSteps):
         return self._link
 
     def layers(self, size: int) -> "HandedLayers":
-        """Return what queues the layers of a step of `size` tokens, at most `MAX_GRAPH_TOKENS`."""
+        """Return the object that queues the layers of a step of `size` tokens.
+
+        `size` must be at most `MAX_GRAPH_TOKENS`.
+        """
         from tandem.devices.cuda.handed_layers import HandedLayers
 
         if size not in self._layers:
@@ -121,7 +127,7 @@ class HandedSteps(CapturedSteps):
         return self._layers[size][1]
 
     def _asked(self, size: int) -> Sequence[AskedRouter | None]:
-        """Return the routers that a step asks."""
+        """Return the routers that a step of `size` tokens runs ahead."""
         return self._routers if self.asks(size) else ()
 
     def _mailbox(self, size: int) -> tuple[_native.MailboxLayout, Tensor]:
@@ -134,7 +140,7 @@ class HandedSteps(CapturedSteps):
             return box, self._streams.pinned(box.num_bytes)[: box.num_bytes].zero_()
 
     def compilations(self) -> list[Callable[[], None]]:
-        """Return callables that leave the capture nothing to compile for handing layers over."""
+        """Return callables that compile the hand-over kernels, so that no capture has to."""
         return [partial(self._launch_once, size) for size in CAPTURE_SIZES]
 
     def _launch_once(self, size: int) -> None:
@@ -152,9 +158,7 @@ class HandedSteps(CapturedSteps):
         layers.launch_once(hidden, geometry.top_k)
 
     def begin(self, size: int, known: Sequence[LayerLoad] = ()) -> None:
-        """Begin a step of `size` tokens before its graph is launched; `known` are loads known
-        already.
-        """
+        """Begin a step of `size` tokens, before its graph is launched; `known` are known loads."""
         number, _ = self._layers[size]
         # The known loads depend on the last step's tokens, so that step has ended.
         if known and self._end is not None:
@@ -171,10 +175,10 @@ class HandedSteps(CapturedSteps):
         self._device_table.copy_(self._host_table, non_blocking=True)
 
     def finish(self, *, is_heard: bool) -> None:
-        """End a step whose graph has been launched; raises `DeviceLostError` if the device does not
-        recover.
+        """End a step whose graph has been launched.
 
-        Raises `RuntimeError` if the device gave a layer up: the step's results must not be used.
+        Raises `DeviceLostError` if the device does not recover, and `RuntimeError` if the device
+        stopped waiting for a layer's answer: the step's results must then not be used.
         """
         self._end = self._streams.record(Stream.COMPUTE, is_timed=True)
         try:
@@ -191,7 +195,7 @@ class HandedSteps(CapturedSteps):
                 )
 
     def wait_for_device(self) -> None:
-        """Wait for all queued work; raises `DeviceLostError` if that does not end."""
+        """Wait for all queued work; raises `DeviceLostError` if it does not end in time."""
         self._wait_for(self._streams.record(Stream.COMPUTE))
 
     def _wait_for(self, end: Event) -> None:
@@ -216,10 +220,10 @@ def handed_steps(
     bytes_per_second: float | None,
     routers: Sequence[AskedRouter | None] | None = None,
 ) -> HandedSteps | None:
-    """Return captured steps with signals that work here; None: steps are graph segments.
+    """Return captured steps with signals that work on this machine; None: there are none.
 
-    They may ask `routers` ahead, as in `HandedSteps`. If the machine prevents them, a warning says
-    why.
+    Without them, steps run as graph segments; if the machine is the cause, a warning says why.
+    `routers` may be run ahead, see `HandedSteps`.
     """
     experts, is_gpu = device.grouped_experts, device.streams.device.type == "cuda"
     if experts is None:

@@ -23,26 +23,24 @@ _LOOKS_OFF_GPU = 1 << 30  # for the interpreter, which has no clock
 
 
 class WaitWords(NamedTuple):
-    """The words in which expired waits are reported to later layers and the host; see
-    `hand_over`.
-    """
+    """The words that report expired waits to later layers and to the host; see `hand_over`."""
 
     turn: Tensor  # (1,) int32, on the device
     given_up: Tensor  # (1,) int32, mapped
 
     @classmethod
     def on(cls, device: torch.device, given_up: Tensor) -> "WaitWords":
-        """Return words for a device; `given_up` is in mapped memory."""
+        """Return words for a device; `given_up` must be in mapped memory."""
         with torch.inference_mode(False):
             return cls(torch.zeros(1, dtype=torch.int32, device=device), given_up)
 
     def begin_step(self) -> None:
-        """Queue what comes before a step's first layer."""
+        """Queue the reset of `turn`, before a step's first layer."""
         self.turn.zero_()
 
 
 class MailboxTensors(NamedTuple):
-    """One layer's mailbox, and what all layers share."""
+    """One layer's mailbox, and the tensors that all layers share: `hidden`, `results`, `waits`."""
 
     doorbell: Tensor  # (1,) int32
     done: Tensor  # (1,) int32
@@ -77,12 +75,13 @@ def hand_over_layer(
     fetches: bool = False,
     asked: Asked | None = None,
 ) -> Tensor:
-    """Queue a whole layer; return the place of its result, like `hidden`.
+    """Queue a whole layer; return the tensor that will hold its result, of the shape of `hidden`.
 
-    `address_of` is (num_experts,) int64, 0 for absent experts. `hits` queues the computation of
-    experts at the addresses (rows * top_k,) that it is given, 0 for no hit, and writes their rows.
-    If the host `fetches` misses meanwhile, it is called again for these, after the wait. The
-    question to the next router, `asked`, is published after the doorbell.
+    `address_of` is (num_experts,) int64, 0 for experts that are not resident. `hits(addresses,
+    rows)` queues the computation of the experts at `addresses` (rows * top_k,), 0 for no expert,
+    into `rows`. If the host `fetches` misses meanwhile, `hits` is called again for the fetched
+    experts, after the wait. The next layer's likely choice (from `asked`) is published after the
+    doorbell.
     """
     inside = signals.wait_seconds
     addresses = publish(box, address_of, hidden, index, weights, rings=inside > 0)
@@ -115,8 +114,8 @@ def publish(
 ) -> Tensor:
     """Publish a layer; return the addresses of its hits, (rows * top_k,) int64, 0 for no hit.
 
-    `address_of` is (num_experts,) int64. `done` becomes whether nothing misses. With `rings` the
-    kernel itself sets the doorbell.
+    `address_of` is (num_experts,) int64. The kernel sets `done` to 1 if there is no miss, else to
+    0. With `rings` the kernel itself sets the doorbell.
     """
     num_choices, num_values = index.numel(), hidden.numel()
     addresses = torch.empty(num_choices, dtype=torch.int64, device=index.device)
@@ -156,9 +155,9 @@ def take_fetched(
     layer: int,
     wait_seconds: float,
 ) -> Tensor:
-    """Return the addresses (rows * top_k,) of misses that the host has copied, 0 for the others.
+    """Return the addresses (rows * top_k,) of fetched misses, 0 for all other choices.
 
-    They are put into `addresses` too. For `wait_seconds` see `combine`.
+    The kernel writes these addresses to `addresses`, too. For `wait_seconds` see `combine`.
     """
     num_choices, brought = index.numel(), torch.empty_like(addresses)
     hand_over.take_fetched[(1,)](
@@ -174,7 +173,7 @@ def _choice_width(num_choices: int) -> int:
 
 
 def _most(wait_seconds: float, tensor: Tensor) -> int:
-    """Return the longest wait in the kernel's unit."""
+    """Return the longest wait in the kernel's unit: nanoseconds; off a GPU, a number of reads."""
     return round(wait_seconds * 1e9) if tensor.is_cuda or not wait_seconds else _LOOKS_OFF_GPU
 
 
@@ -192,8 +191,8 @@ def combine(
 ) -> None:
     """Sum the GPU's and the host's rows in the router's order; see `hand_over.combine`.
 
-    Unless `wait_seconds` is 0, the kernel itself waits for the host, at most this long. Its
-    products and sums are not fused, as on the CPU.
+    Unless `wait_seconds` is 0, the kernel itself waits for the host, at most this long. As on the
+    CPU, multiplications and additions are not fused.
     """
     num_rows, num_cols = out.shape
     hand_over.combine[-(-num_cols // _COMBINE_COLS), num_rows](

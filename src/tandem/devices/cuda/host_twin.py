@@ -1,4 +1,4 @@
-"""Small inputs of a GPU: they pass through pinned memory, so that no copy waits."""
+"""Copies small inputs to a GPU through pinned memory, so that the host does not wait."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class HostTwin:
-    """The host copy of a device tensor, pinned if that is on a GPU."""
+    """The host copy of a device tensor, pinned if the tensor is on a GPU."""
 
     def __init__(self, target: Tensor) -> None:
         """Copy to `target`, whose address does not change."""
@@ -18,7 +18,7 @@ class HostTwin:
         self._brought: torch.cuda.Event | None = None
 
     def bring(self, values: Sequence[object] | Tensor) -> None:
-        """Queue the copy of values; there may be fewer than fit."""
+        """Queue the copy of values to the device; there must be as many as the target has."""
         # Waits only after an error; otherwise a step has waited for this copy.
         if self._brought is not None:
             self._brought.synchronize()
@@ -33,8 +33,6 @@ class HostTwin:
 
 
 def on_its_way(numbers: Sequence[object], device: torch.device) -> Tensor:
-    """Return numbers on the host, pinned if they go to a GPU, so that copying them does not
-    wait.
-    """
+    """Return numbers on the host, pinned if `device` is a GPU: a copy to it then does not wait."""
     host = torch.tensor(numbers, device="cpu")
     return host.pin_memory() if device.type == "cuda" else host

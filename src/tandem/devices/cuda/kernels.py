@@ -1,4 +1,4 @@
-"""A batch's experts on a GPU: Triton kernels for packed ones, plain torch for everything else.
+"""Computes a batch of experts on a GPU: Triton for packed experts, torch for all others.
 
 Work is queued on the current stream; nothing waits.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Prepared(NamedTuple):
-    """A batch whose host part is done."""
+    """A batch for which the host's work is done, except the launch."""
 
     table: Tensor
     """The batch's table on the host; it is copied to the device before the launch."""
@@ -34,25 +34,26 @@ LayerFunctions = tuple[HostLayer, ExpertFunctions]
 
 
 class TorchKernels:
-    """Expert by expert in torch: works wherever torch does, unpacks weights for every call."""
+    """Computes one expert after another in torch; unpacks packed weights in every call."""
 
     name = "torch"
 
     def compilations(
         self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
     ) -> Sequence[Callable[[], None]]:
-        """Return callables for the current stream that leave batches of these layers nothing to
-        compile.
-        """
+        """Return callables that compile, on the current stream, all kernels for these layers."""
         return ()
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
-        """Do the host's part of filling the batch's `out` from the slots of `use`."""
+        """Do the host's part of computing a batch from the experts of `use` into its `out`."""
         images = use.images()
         return Prepared(batch.token, lambda token: compute_in_torch(batch, token, images))
 
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Write sum over k of weight * row, first to last; all on the device, -1 adds nothing."""
+        """Write sum over k of weight * row, k ascending, to `out`; a `row_of` of -1 adds nothing.
+
+        All tensors are on the device.
+        """
         padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # -1 selects the row of zeros
         total = torch.zeros_like(out, dtype=torch.float32)
         for k in range(row_of.shape[1]):
@@ -61,11 +62,11 @@ class TorchKernels:
 
     @property
     def grouped(self) -> None:
-        """None: a loop over experts needs their numbers on the host."""
+        """None, because a loop over experts needs the experts' numbers on the host."""
 
 
 class TritonKernels:
-    """All experts of a packed batch in two launches; batches of plain experts go through torch."""
+    """Computes all experts of a packed batch in two launches; torch computes unpacked batches."""
 
     name = "triton"
 
@@ -77,7 +78,7 @@ class TritonKernels:
     def compilations(
         self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
     ) -> Sequence[Callable[[], None]]:
-        """Return the launches of every kernel, once for each layout and activation."""
+        """Return callables that launch every kernel once for each layout and activation."""
         from tandem.triton_kernels.variants import variants
 
         different = {
@@ -100,7 +101,7 @@ class TritonKernels:
         ]
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
-        """Lay out the routed tokens for the kernels."""
+        """Build the kernels' table of experts' addresses and routed tokens, on the host."""
         from tandem.triton_kernels.rows import row_table
 
         layer, functions = batch.layer, batch.functions
@@ -121,7 +122,7 @@ class TritonKernels:
         return Prepared(table.memory, launch)
 
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Launch the sum."""
+        """Launch the kernel that computes the weighted sum; see `TorchKernels.add_rows`."""
         self._experts.add_rows(rows.contiguous(), row_of, weights.contiguous(), out)
 
     @property
@@ -135,7 +136,7 @@ DeviceKernels = TorchKernels | TritonKernels
 
 
 def best_kernels(gpu: Gpu | None = None) -> DeviceKernels:
-    """Return the Triton kernels for a GPU; torch's, with a warning, if Triton is missing."""
+    """Return Triton kernels for a GPU; if Triton is missing, warn and return torch's kernels."""
     if importlib.util.find_spec("triton") is None:
         warnings.warn(
             "Triton is not installed, so the GPU computes experts with torch, many times slower; "

@@ -22,9 +22,9 @@ class DeviceLinear(nn.Module):
         values_dtype: torch.dtype,
         input_order: Tensor | None = None,
     ) -> None:
-        """Take a packed weight; `values_dtype` is the dtype of the layer that it replaces.
+        """Use a packed weight; `values_dtype` is the dtype of the layer that this one replaces.
 
-        `input_order` (in_features,), on the device, says which input each column belongs to.
+        `input_order` (in_features,), on the device, has the input of each column of the weight.
         """
         super().__init__()
         self.packed = weight
@@ -33,13 +33,13 @@ class DeviceLinear(nn.Module):
         self.num_groups = 1
 
     def cut(self, num_groups: int) -> None:
-        """Split the rows into groups, each with an input of its own; torch multiplies them."""
+        """Split the weight's rows into groups, each with its own input; torch multiplies them."""
         self.num_groups = num_groups
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias: (..., in_features) -> (..., out_features).
 
-        Of groups: (..., groups, in_features) -> (..., groups, outputs of a group).
+        After `cut`: (..., groups, in_features) -> (..., groups, outputs of a group).
         """
         from tandem.triton_kernels.dense import multiply
 
@@ -63,9 +63,9 @@ class DeviceLinear(nn.Module):
 
     @cached_property
     def unpacked(self) -> Tensor:
-        """The unpacked weight (out_features, in_features), made on first use, for products by head.
+        """The unpacked weight (out_features, in_features) on the device, unpacked on first use.
 
-        For what multiplies with it by head.
+        Code that multiplies by head or by group uses it.
         """
         values = self.on_host().values()
         if self.input_order is not None:
@@ -74,9 +74,7 @@ class DeviceLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A tensor with the weight's device and dtype, but no values, for code that asks for
-        these.
-        """
+        """A tensor without values, for code that inspects the weight's shape, dtype and device."""
         shape = (self.out_features, self.in_features)
         return torch.empty((), dtype=self.dtype, device=self.packed.image.device).expand(shape)
 
@@ -86,9 +84,7 @@ class DeviceLinear(nn.Module):
 
 
 def linear_compilations(model: nn.Module, device: torch.device) -> list[Callable[[], None]]:
-    """Return launches that leave a model's packed linear layers nothing to compile, at any
-    length.
-    """
+    """Return callables that compile a model's packed linear layers for any number of tokens."""
     from tandem.triton_kernels.rows import TILE_ROWS, VECTOR_TOKENS
 
     # Layers of one kind share kernels: Triton compiles by whether shapes are multiples of 16.

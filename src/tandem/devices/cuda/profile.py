@@ -1,18 +1,18 @@
 """Measures the costs of a GPU and its link: the GPU's part of a `HardwareProfile`, in seconds.
 
-GPU times are those of the GPU alone (events after a pause), with experts in its memory and not in
-its cache. Link times are those of pinned copies, alone and while the CPU computes. All use the
-model's own experts, several at a time.
+GPU times leave out the host (events after a pause), with experts in the GPU's memory and not in its
+L2 cache. Link times are the times of pinned copies, alone and while the CPU computes. All are
+measured with the model's own experts, several at a time.
 
 The host's work for a layer is measured separately, as `HostCosts`, because the GPU waits for it:
 
-    routing, tables, launches and the sum -> each layer
-    the CPU's rows, brought to the GPU    -> a layer with experts on the CPU
-    a launch for several fetched experts  -> each takes at least its part of that
+    routing, tables, launches and the sum -> a cost of each layer
+    copying the CPU's rows to the GPU     -> a cost of a layer with experts on the CPU
+    a launch for several fetched experts  -> shared equally among these experts
 
 A step that is one graph has other costs (`hand_over_trial`).
 
-The host's work per step is part of the dense parts, which are timed in whole steps.
+The host's work per step is counted in the cost of the dense parts, which are timed in whole steps.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ CACHES_BETWEEN_USES = 4
 
 
 class _Held(NamedTuple):
-    """Experts in device memory for the length of a measurement."""
+    """Experts in device memory during a measurement, as a `WeightSource`."""
 
     memory: Sequence[Tensor]
 
@@ -69,9 +69,10 @@ def measure_device(
 ) -> HardwareProfile:
     """Return a profile with measured costs of the GPU, the link and the host's work.
 
-    The CPU's costs are unchanged. In `profile` the dense parts are already measured on the GPU, and
-    the host's work is a layer's wait for its router. The store should be pinned. `graph` measures
-    steps that are one graph, given the seconds of a fetched expert's launch; None: there are none.
+    The CPU's costs are unchanged. In `profile` the dense parts must already be measured on the GPU,
+    and the host's work must be a layer's wait for its router. The store should be pinned. `graph`
+    gets the seconds of a fetched expert's launch, and returns the host costs of steps that are one
+    graph; None: no step is one graph.
     """
     bench = _Bench(device, experts)
     (shape,) = profile.shapes
@@ -126,7 +127,7 @@ class _Bench:
             copy_image(store, 0, self._first[place % len(self._first)], image)
 
     def gpu_table(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Return the seconds of one more expert, by token count."""
+        """Return the seconds of one more expert in a batch, for each number of tokens."""
         seconds: list[float] = []
         for count in tokens:
             one, many = self._batch_seconds(1, count), self._batch_seconds(self._several, count)
@@ -140,7 +141,7 @@ class _Bench:
         return median(self._copy_seconds() for _ in range(REPETITIONS))
 
     def slowdowns(self, link: float) -> tuple[float, float]:
-        """Return how much CPU and link slow each other down: factors of at least 1."""
+        """Return by how much CPU and link slow each other down: (CPU, link), each at least 1."""
         batch = self._batch(self._several, 1, torch.device("cpu"))
         alone = median(self._cpu_seconds(batch) for _ in range(REPETITIONS))
         computed = list[float]()
@@ -177,7 +178,7 @@ class _Bench:
         return _Held([next(self._turns) for _ in range(num_experts)])
 
     def host_seconds(self, work: Callable[[], object]) -> float:
-        """Return how long the host takes to queue some work."""
+        """Return the seconds that the host takes for `work`; waits for the GPU after each run."""
 
         def once() -> float:
             begin = time.perf_counter()
@@ -190,7 +191,7 @@ class _Bench:
         return median(once() for _ in range(REPETITIONS))
 
     def hand_off(self) -> Tensor:
-        """Queue a layer of one token with resident experts, from its choice on."""
+        """Queue a layer of one token with resident experts: all work after the router's choice."""
         streams, count = self._device.streams, min(self._several, self._top_k)
         index = torch.arange(count, device="cpu")[None]
         routing = Routing(index, self._store[0].arrivals.num_experts)
@@ -212,7 +213,7 @@ class _Bench:
         return self.host_seconds(launch)
 
     def bring_seconds(self) -> float:
-        """Return how long a layer's rows take from the CPU to the GPU; waits for them."""
+        """Return the seconds that copying a layer's rows from the CPU to the GPU takes; waits."""
         count = self._top_k
         host = self._device.host_rows(count, self._experts.hidden_size)
         there = self._device.rows(count, self._experts.hidden_size)
@@ -237,6 +238,9 @@ class _Bench:
 
 
 def _count_held(several: int, slot_bytes: int, device: CudaDevice) -> int:
-    """Return the number of experts to rotate over, in at most half of the free memory."""
+    """Return the number of experts to rotate over: at least `several`.
+
+    If it is larger than `several`, these experts fill at most half of the free memory.
+    """
     beside = math.ceil(CACHES_BETWEEN_USES * device.streams.cache_bytes() / slot_bytes)
     return max(several, min(several + beside, device.memory().free_bytes // 2 // slot_bytes))

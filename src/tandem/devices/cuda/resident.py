@@ -1,9 +1,9 @@
-"""Layers whose experts are all on the GPU: no plan, no wait, no work of the host.
+"""Computes layers whose experts are all on the GPU, without a plan, a wait or work of the host.
 
-In a step of few tokens the router's choice looks up an expert's address for each routed token, and
-each is computed alone; an expert that several tokens share comes from the GPU's cache. Larger steps
-sort routed tokens by expert on the device. All of it can be captured. It is valid while the cache
-keeps its size: where every expert has a slot, none is ever evicted.
+In a step of few tokens, kernels look up the address of each routed token's expert and compute each
+routed token alone; an expert that several tokens share is then read from the GPU's L2 cache. Larger
+steps sort routed tokens by expert on the device. All of this can be captured. Addresses stay valid
+while the expert cache keeps its size: where every expert has a slot, none is ever evicted.
 """
 
 from collections import deque
@@ -44,16 +44,16 @@ class ResidentLayers:
         )
 
     def is_whole(self) -> bool:
-        """Tell whether every layer's experts are packed and resident, so that nothing must be
-        planned.
+        """Tell whether the experts of all layers are packed and resident: no plan is needed.
 
-        A plan for one layer could free the slots of all others.
+        The condition covers all layers, because a plan for one could evict experts of any other.
         """
         return self._is_packed and self._cache.planner.residency.has_every_expert()
 
     def serves(self, functions: ExpertFunctions) -> bool:
-        """Tell whether a layer can be computed here: the cache is whole, and the layer plainly
-        gated.
+        """Tell whether a layer can be computed here.
+
+        The cache must be whole, and the layer must have a native activation and no norm after it.
         """
         return functions.native is not None and functions.post_norm is None and self.is_whole()
 
@@ -97,14 +97,14 @@ class ResidentLayers:
         self._noted.append((layer, host, streams.record(Stream.COMPUTE)))
 
     def noted(self, now: float) -> Iterator[LayerExecuted]:
-        """Yield an event for each noted layer, once; waits for the routers' choices."""
+        """Yield one event for each noted layer; waits for the copies of the routers' choices."""
         while self._noted:
             layer, chosen, come = self._noted.popleft()
             come.synchronize()
             yield resident_event(self._cache.store[layer], chosen, now)
 
     def prepare(self, num_tokens: int) -> None:
-        """Allocate what must exist before a step is captured."""
+        """Build the tables that must exist before a step of `num_tokens` tokens is captured."""
         _row_tables(num_tokens, self._cache.geometry.top_k, self._device)
         if self.is_whole():
             for layer in range(len(self._cache.store)):
@@ -150,7 +150,7 @@ def each_row_alone(addresses: Tensor, num_tokens: int, top_k: int) -> GroupedRow
 
 @lru_cache(maxsize=64)
 def _row_tables(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row numbers, with one more at the end, and each row's token."""
+    """Return the row numbers from 0 to the number of rows inclusive, and each row's token."""
     with torch.inference_mode(False):
         every = torch.arange(num_tokens * top_k + 1, dtype=torch.int32, device=device)
         return every, torch.div(every[:-1], top_k, rounding_mode="floor")

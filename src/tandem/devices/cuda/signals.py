@@ -1,9 +1,9 @@
-"""How a stream and the host signal each other through words in shared memory.
+"""Signals between a stream and the host, through words in shared memory.
 
 Either the hand-over kernels write and poll these words, or the driver's stream memory operations
 do, in stream order. Both can be captured. A graph has constants only, so the words are flags that
-are reset, not counters. Host memory must be pinned. A driver's wait that never ends blocks its
-stream for ever.
+are reset, not counters. Host memory must be pinned. A stream operation waits without a time limit:
+if the host never answers, its stream stays blocked.
 """
 
 import ctypes
@@ -31,19 +31,19 @@ _HAS_TIMEOUT = 17  # CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
 
 
 class Signals(Protocol):
-    """How a stream sets a word that the host sees, and waits for a word of the host."""
+    """Lets a stream set a word that the host sees, and wait for a word that the host sets."""
 
     name: str
     wait_seconds: float
-    """The longest time that combine waits, if this class rings the doorbell and waits itself; 0 if
+    """The longest time that the combine kernel waits, if kernels set the doorbell and wait; 0 if
     stream operations do."""
 
     def ring(self, doorbell: Tensor) -> None:
-        """Queue `doorbell = 1` after all queued work; no-op if kernels do it."""
+        """Queue `doorbell = 1` after all queued work; a no-op if kernels set the doorbell."""
         return
 
     def wait(self, done: Tensor) -> None:
-        """Queue a wait for `done == 1`; no-op if kernels do it."""
+        """Queue a wait for `done == 1`; a no-op if kernels wait."""
         return
 
 
@@ -53,9 +53,10 @@ class StreamSignals(Signals):
     name, wait_seconds = "stream operations", 0.0
 
     def __init__(self, driver: Driver, current_stream: Callable[[], int]) -> None:
-        """Queue on the stream that `current_stream` returns; `DriverError` without the functions.
+        """Queue on the stream that `current_stream` returns.
 
-        Only use shows whether they work, because the attribute for it is about older versions.
+        Raises `DriverError` if the driver lacks the functions. Whether they work shows only in use,
+        because the device attribute for stream operations is about their older versions.
         """
         self._current_stream = current_stream
         self._write = driver.require("cuStreamWriteValue32", _VERSION, *_ARGUMENTS)
@@ -66,18 +67,18 @@ class StreamSignals(Signals):
         )  # fmt: skip
 
     def ring(self, doorbell: Tensor) -> None:
-        """Queue a write that becomes visible after all work queued before it."""
+        """Queue `doorbell = 1`; the host sees it only after all work queued before."""
         self._write(self._current_stream(), self._address_of(doorbell), 1, _BEHIND_ALL)
 
     def wait(self, done: Tensor) -> None:
-        """Hold the stream until the word is 1."""
+        """Queue a wait of the stream until the word is 1."""
         self._wait(self._current_stream(), self._address_of(done), 1, _EQUAL)
 
     def _address_of(self, word: Tensor) -> int:
-        """Return the address of a word of pinned host memory on the device.
+        """Return the device's address of a word in pinned host memory.
 
-        If the driver does not say, it is the host's address: 64-bit systems have one address space,
-        and only registered memory may have another address.
+        If the driver does not tell this address, the host's address is used: 64-bit systems have
+        one address space, and only registered memory may have another address on the device.
         """
         host, found = word.data_ptr(), ctypes.c_uint64()
         if self._address is None or self._address(ctypes.byref(found), host, 0) != 0:
@@ -86,9 +87,7 @@ class StreamSignals(Signals):
 
 
 class KernelSignals(Signals):
-    """The publishing kernel sets the doorbell and the combining one polls; nothing else is
-    queued.
-    """
+    """The publish kernel sets the doorbell, the combine kernel polls `done`; queues no signals."""
 
     name = "polling kernels"
 
@@ -98,13 +97,13 @@ class KernelSignals(Signals):
 
 
 def longest_wait(index: int, driver: Driver | None = None) -> float:
-    """Return how many seconds kernels on a GPU may wait; few if the limit is unknown."""
+    """Return how many seconds kernels on a GPU may wait: few if the driver may limit run times."""
     driver = driver or open_driver()
     return WATCHED_SECONDS if driver is None or _has_timeout(driver, index) else LONGEST_SECONDS
 
 
 def _has_timeout(driver: Driver, index: int) -> bool:
-    """Whether the driver limits the run time of kernels; True if it does not say."""
+    """Tell whether the driver limits the run time of kernels; True if the driver does not say."""
     device, found = ctypes.c_int(), ctypes.c_int()
     number = ctypes.POINTER(ctypes.c_int)
     try:

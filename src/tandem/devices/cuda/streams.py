@@ -1,7 +1,7 @@
 """The interface to CUDA, in a dozen calls: streams, events between them, memory.
 
-The order of copies and computation is decided above this interface, so that it can be tested
-without a GPU: a twin on the CPU runs the streams' work late and in any order that the events allow
+Callers of this interface decide the order of copies and computation, so that the order can be
+tested without a GPU: a CPU twin runs the streams' work late and in any order that the events allow
 (`tests/experts/lazy_streams.py`).
 """
 
@@ -38,7 +38,7 @@ class Stream(Enum):
 
 
 class HostCopy(NamedTuple):
-    """Bytes on the host or the device and their target on the other side: both (n,) uint8."""
+    """A copy of bytes between host and device, either way: both tensors are (n,) uint8."""
 
     target: Tensor
     source: Tensor
@@ -55,14 +55,14 @@ class Event(Protocol):
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """Return a GPU's memory; memory that torch's allocator holds unused counts as free."""
+    """Return a GPU's memory; unused memory that torch's allocator holds counts as free."""
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return DeviceMemory(total, free + held)
 
 
 class CudaStreams:
-    """A real GPU, by way of torch; it need not be the current one."""
+    """A real GPU, used through torch; it need not be torch's current device."""
 
     def __init__(self, index: int = 0) -> None:
         """Create the streams of a GPU; call `require_cuda` first."""
@@ -76,7 +76,7 @@ class CudaStreams:
         }
 
     def run(self, stream: Stream, work: Work) -> None:
-        """Queue `work` on a stream, which owns what it allocates."""
+        """Queue `work` on a stream, to which the memory that `work` allocates then belongs."""
         if stream is Stream.COMPUTE:  # the current stream of this GPU
             with torch.cuda.device(self.device):
                 work()
@@ -87,7 +87,7 @@ class CudaStreams:
     def copy(self, stream: Stream, copies: Sequence[HostCopy]) -> None:
         """Queue copies from or to the host on a stream, in any order; returns at once.
 
-        One driver call does several if that is worth it and the memory is pinned.
+        One driver call queues all of them if that is worth it and the host memory is pinned.
         """
         if self._batch_copy is not None and stream is not Stream.COMPUTE:
             batch = [
@@ -109,13 +109,13 @@ class CudaStreams:
         self.run(stream, one_by_one)
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
-        """Return an event after everything queued on a stream; `is_timed` makes it measure time."""
+        """Return an event after all work queued on a stream so far; `between` needs `is_timed`."""
         event: Any = torch.cuda.Event(enable_timing=is_timed)
         event.record(self._cuda_stream(stream))
         return event  # type: ignore[no-any-return]
 
     def between(self, first: Event, last: Event) -> float:
-        """Return the seconds between two timed events, both done."""
+        """Return the seconds between two timed events; both must be done."""
         assert isinstance(first, torch.cuda.Event)
         assert isinstance(last, torch.cuda.Event)
         return float(first.elapsed_time(last)) / 1e3
@@ -125,14 +125,12 @@ class CudaStreams:
         self._cuda_stream(stream).wait_event(event)  # type: ignore[arg-type]
 
     def pause(self, stream: Stream, seconds: float) -> None:
-        """Make a stream idle for `seconds`, apart from a spinning thread; returns at once."""
+        """Keep a stream busy for `seconds` with one spinning GPU thread; returns at once."""
         cycles = int(seconds * self._cycles_per_second)
         self.run(stream, lambda: spin_gpu(cycles))
 
     def seconds(self, stream: Stream, work: Work) -> float:
-        """Return the seconds that `work` takes on a stream, without the host's part; waits for
-        it.
-        """
+        """Return the seconds that `work` takes on a stream, without the host's part; waits."""
         self.pause(stream, _TIMING_PAUSE_SECONDS)
         first = self.record(stream, is_timed=True)
         self.run(stream, work)
@@ -169,7 +167,7 @@ class CudaStreams:
         return torch.cuda.memory_allocated(self.device)
 
     def peak_bytes(self, work: Work) -> int:
-        """Return the peak memory of `work` beyond what was allocated before it; waits for it."""
+        """Return the peak memory of `work`, beyond the bytes allocated before; waits for `work`."""
         self.synchronize()
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -1,7 +1,7 @@
 """The planner's clock, virtual or real.
 
 On a virtual clock (`sim.Timeline`) every duration is the profile's, so decisions are reproducible.
-On the wall clock things take as long as they take.
+On the wall clock durations are real.
 """
 
 import time
@@ -12,10 +12,11 @@ from tandem.policy.plan import Copy, LayerLoad, LayerPlan
 
 
 class Clock(Protocol):
-    """The planner's time. `run_dense`, `issue` and `run` advance a virtual one.
+    """The planner's time. `run_dense`, `issue` and `run` have an effect only on a virtual clock.
 
-    `cpu_busy`, `gpu_busy` and `link_busy` are the seconds that each has worked. A GPU's time costs
-    two timed events per batch, so it is counted only while there are `watchers`.
+    `cpu_busy`, `gpu_busy` and `link_busy` are the seconds that CPU, GPU and link have worked.
+    Measuring a GPU's time costs two timed events per batch, so `gpu_busy` is counted only while
+    there are `watchers`.
     """
 
     cpu_busy: float
@@ -56,7 +57,7 @@ class WallClock(Clock):
         return self.watchers > 0
 
     def add_cpu(self, seconds: float) -> None:
-        """Count work of the CPU; each counter has one writing thread."""
+        """Count work of the CPU; only one thread may write each counter."""
         self.cpu_busy += seconds
 
     def add_gpu(self, seconds: float) -> None:

@@ -1,15 +1,15 @@
-"""Brings experts from the host store into slots. The order that makes it right:
+"""Copies experts from the host store into slots. This order of events keeps contents correct:
 
     submit(copy)            the slot's next generation begins: from now on no batch can claim the
                             old content, and every claim made before is known
       -> end of all claims on the old content
       -> first byte .. last byte
       -> the generation lands: batches that claimed it run
-      -> `arrivals` reports it, and only then may the planner give the slot away
+      -> `arrivals` reports the copy, and only then may the planner reuse the slot
 
-`submit`, `use` and `arrivals` are called by the executor's thread alone. Two engines: this file's
-moves bytes on a virtual clock, at the last moment at which they may come, so that a batch which
-does not wait computes with the wrong expert; `devices.cuda.copies` has a GPU's.
+Only the executor's thread may call `submit`, `use` and `arrivals`. There are two engines.
+`VirtualCopyEngine` moves bytes by a virtual clock, at the last permitted moment, so that a batch
+that fails to wait computes with the wrong expert. `devices.cuda.copies` has the GPU's engine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,17 +29,17 @@ class CopyEngine(Protocol):
     slots: Slots
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Queue copies; those that a layer waits for come before copies ahead."""
+        """Queue copies; copies that a layer waits for (`is_needed`) precede copies ahead."""
 
     def flush(self) -> None:
-        """Start the submitted copies; called after the last of several."""
+        """Start submitted copies ahead; to be called after the last of several `submit` calls."""
         return
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots for a batch that is about to be launched."""
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
-        """Return (layer, expert, seconds) of copies that have ended, each once, in their order."""
+        """Return (layer, expert, seconds) of ended copies, each once, in the order of seconds."""
 
     def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Cancel copies of a layer that have not begun; returns their experts."""
@@ -80,11 +80,11 @@ class VirtualCopyEngine(CopyEngine):
         self._claim_of[copy.layer, copy.expert] = claim
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim slots; pending bytes move when their images are read."""
+        """Claim slots; pending bytes move when the slots' images are read."""
         return self.slots.begin_use(slots, keys, self._bring if self._pending else None)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
-        """Return the clock's arrivals, their bytes in place."""
+        """Yield the clock's arrivals, each after its bytes have moved."""
         for arrival in self._clock.arrivals():
             claim = self._claim_of.pop(arrival[:2], None)
             if claim in self._pending:
@@ -93,7 +93,7 @@ class VirtualCopyEngine(CopyEngine):
             yield arrival
 
     def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Cancel nothing: like the simulator's, the virtual link carries whatever was planned."""
+        """Cancel nothing: the virtual link, like the simulator's, performs all planned copies."""
         return []
 
     def drain(self) -> None:

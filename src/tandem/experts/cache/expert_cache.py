@@ -1,7 +1,7 @@
 """The expert cache of one device: slots, the copies into them, and the planner.
 
-The three belong together because slot numbers mean the same to all of them. A new size makes a new
-set of the three; what the planner's policies have learned is kept.
+Slots, copy engine and planner use the same slot numbers, so a resize replaces all three. What the
+planner's policies have learned is kept.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class ExpertCache:
         settings: PlannerSettings,
         make_engine: EngineMaker,
     ) -> None:
-        """Start without slots; `resize` makes them."""
+        """Start without slots; `resize` allocates them."""
         self.store = store
         self.device = device
         self.clock = clock
@@ -93,7 +93,7 @@ class ExpertCache:
         return self.settings.set_sizes(self.geometry, num_slots)
 
     def resident(self) -> list[int]:
-        """Return the keys of resident experts, the best last, without staged ones."""
+        """Return the keys of resident experts by ascending score, without staged experts."""
         residency = self.planner.residency
         keys = [
             key
@@ -107,9 +107,9 @@ class ExpertCache:
     def resize(self, num_slots: int, resident: Sequence[int] | None = None) -> None:
         """Change the number of slots between steps; the most valuable experts stay.
 
-        `resident` are keys to start with instead. If the device lacks memory, the cache becomes as
-        large as it can. If experts cannot be copied, the cache is left empty and the error is
-        raised.
+        If given, the experts `resident` (keys) fill the new slots instead. If the device lacks
+        memory, the cache becomes as large as memory allows. If experts cannot be copied, the cache
+        is left empty and the error is raised.
         """
         keep = self.resident()[::-1] if resident is None else resident  # highest score first
         planner = self.planner
@@ -151,7 +151,7 @@ class ExpertCache:
             self.engine.flush()
 
     def tell_host(self) -> None:
-        """Tell host slots which experts the device has, because those leave host memory first."""
+        """Tell host slots which experts the device has: host memory evicts these experts first."""
         slots = self.store.slots
         if slots is not None:
             slots.note_on_device(bytes(self.planner.residency.state))

@@ -23,7 +23,7 @@ class Heat:
         self._counts = [0] * self._size
 
     def __call__(self, event: LayerExecuted) -> None:
-        """Count what a layer used."""
+        """Count the tokens of a layer's active experts."""
         load = event.load
         if load is None:
             return
@@ -32,7 +32,7 @@ class Heat:
             counts[first + expert] += tokens
 
     def values(self) -> list[float]:
-        """Return each expert's share of all uses, in this run and earlier ones."""
+        """Return each expert's share of this run's uses plus `KEEP` times its earlier heat."""
         now = np.array(self._counts, dtype=np.float64)
         total = now.sum()
         if not total:

@@ -1,7 +1,7 @@
 """Host slots for a model whose experts are on the disk.
 
-Each layer keeps the same share of its experts in memory; the others are read when they are needed
-(`csrc/disk`). The packed files stay mapped too, for rare reads of single experts.
+Each layer keeps the same share of its experts in memory; its other experts are read when they are
+needed (`csrc/disk`). The packed files stay mapped too, for rare reads of single experts.
 """
 
 from collections.abc import Sequence
@@ -51,14 +51,14 @@ class SlotStatistics:
     hits: int = 0
     misses: int = 0
     device_hits: int = 0
-    """Experts that a device found in memory, not counted in `hits`."""
+    """Experts that were in memory when a device needed them, not counted in `hits`."""
     device_misses: int = 0
-    """Experts that were read from the disk for a device."""
+    """Experts that were read from the disk for a device, not counted in `misses`."""
     read_bytes: int = 0
     waited_seconds: float = 0.0
 
     def since(self, before: "SlotStatistics") -> "SlotStatistics":
-        """Return the difference to an earlier state."""
+        """Return the counts since an earlier state of the same counters."""
         pairs = zip(astuple(self), astuple(before), strict=True)
         return SlotStatistics(*(now - then for now, then in pairs))
 
@@ -80,9 +80,9 @@ class HostSlots:
         eviction: str,
         top_k: int,
     ) -> None:
-        """Take at most `memory_bytes`; raises `CapacityError` if that is too little.
+        """Allocate at most `memory_bytes`; raises `CapacityError` if that is too little.
 
-        `eviction` is one of `IN_HOST_SLOTS`.
+        `eviction` must be one of `IN_HOST_SLOTS`.
         """
         sizes = [
             _native.slot_bytes(place.first, place.stride, layer.layout.num_bytes, bool(place.sums))
@@ -132,10 +132,10 @@ class HostSlots:
         self.native.fill()
 
     def pin(self, pin: Pin) -> None:
-        """Pin the slots' memory as far as possible; pinned memory is not returned while the slots
-        exist.
+        """Pin the slots' memory as far as possible.
 
-        Pages that a device reads by address must not be replaced.
+        The slots then keep all their memory, because pages that a device reads by address must not
+        be replaced.
         """
         if pin_slots([self._transit, *self._memory], pin).num_bytes > 0:
             self.native.pin()
@@ -150,7 +150,10 @@ class HostSlots:
 
 
 def num_transit(counts: Sequence[int]) -> int:
-    """Return the number of slots that layers with this many experts share."""
+    """Return the number of transit slots, and slots for held experts, that all layers share.
+
+    `counts` are the layers' numbers of experts.
+    """
     return min(_TRANSIT_SLOTS, *counts) + _HELD_SLOTS
 
 
@@ -158,7 +161,7 @@ def share_of(memory_bytes: int, sizes: Sequence[int], counts: Sequence[int]) -> 
     """Return the share of all experts that fits in memory beside the slots that layers share.
 
     `sizes` and `counts` are each layer's slot size in bytes and number of experts. Raises
-    `CapacityError` if the shared slots alone do not fit.
+    `CapacityError` if the shared slots (`num_transit`) alone do not fit.
     """
     shared = num_transit(counts) * max(sizes)
     room = memory_bytes - shared
@@ -173,7 +176,7 @@ def share_of(memory_bytes: int, sizes: Sequence[int], counts: Sequence[int]) -> 
 def _tables(
     eviction: str, counts: Sequence[int], num_slots: Sequence[int], top_k: int
 ) -> Sequence[_native.NextUseTable | None]:
-    """Return what the eviction learns in, by layer; None: the least recently used leaves."""
+    """Return each layer's table in which the eviction learns; None for LRU, which has no table."""
     if eviction == "lru":
         return [None] * len(counts)
     return host_slot_tables(Geometry(len(counts), max(counts), top_k), max(num_slots))

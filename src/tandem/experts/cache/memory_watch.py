@@ -1,4 +1,4 @@
-"""Shrinks host slots while the system is short of memory, and grows them again after.
+"""Shrinks host slots while the system is short of memory, and grows them again afterwards.
 
 A cache that the system swaps out is worse than a small one: reading a slot back costs a page fault
 for each 4 KB.
@@ -46,7 +46,7 @@ class MemoryWatch:
             del slots
 
     def look(self, slots: HostSlots) -> float:
-        """Take memory from the slots or give it back; returns the share of slots in use."""
+        """Shrink or grow the slots if necessary; returns the share of slots in use."""
         free = self._free_bytes()
         if not _SHORT * self._reserved <= free <= _PLENTY * self._reserved:
             change = (free - self._reserved) / max(1, slots.resident_bytes)

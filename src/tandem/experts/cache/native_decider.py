@@ -1,6 +1,6 @@
 """The decider in native code: the decisions of `tandem.policy.decider`, bit for bit, but faster.
 
-Captured steps and host slots use it too (csrc/decider).
+Captured steps and host slots use the same native code (csrc/decider).
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ class NativeDecider:
     """Makes decisions with the eviction `next-use` on one set of slots per layer."""
 
     def __init__(self, plain: PlainDecider, eviction: next_use.NextUse) -> None:
-        """Take the state of the plain decider, which decides assignments without a native form."""
+        """Share the state of `plain`, which still makes the decisions without a native form."""
         self._plain, self._eviction = plain, eviction
         self._residency, self._link = plain.residency, plain.link
         self._take_costs()
@@ -71,7 +71,7 @@ class NativeDecider:
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Return who gets a slot, best first, and who leaves for it."""
+        """Return (entering, leaving) keys of a layer, best first; NOWHERE for a free slot."""
         residency, (load, keys, states, now, _) = self._residency, layer
         staged = residency.members[residency.staging]
         if not staged and states.count(READY) == len(states):
@@ -91,9 +91,7 @@ class NativeDecider:
         return _native.most_valued(self._states(layer), values, first, most)
 
     def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
-        """Return the experts to copy ahead of a layer by prediction, and those that leave for
-        them.
-        """
+        """Return (entering, leaving) keys for copies ahead of a layer by prediction."""
         if self._predictor is None:
             return self._plain.predicted(coming, chances)
         layer, begin, needed_at, in_graph, _ = coming
@@ -115,8 +113,9 @@ class NativeDecider:
         return pairs
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        """Return how many copies a known load is worth, those to start now, and the experts that
-        leave.
+        """Return how many copies a known load is worth, and (entering, leaving) keys to copy now.
+
+        A leaving key is NOWHERE for a free or staging slot.
         """
         self._require(load)
         residency, layer = self._residency, load.layer
@@ -144,7 +143,7 @@ class NativeDecider:
             self._take_costs()
 
     def _late(self, first: int) -> list[int]:
-        """Return a layer's experts whose copies are under way, for one use or not."""
+        """Return a layer's experts whose copies are under way, for one use or for the cache."""
         end = first + self._residency.geometry.num_experts
         return [key - first for key in self._link.pending if first <= key < end]
 

@@ -1,6 +1,6 @@
-"""The regression predictor in native code, one for planned and captured steps.
+"""The regression predictor in native code, shared by planned and captured steps.
 
-The same predictions as `tandem.policy.prediction.regression_predictor`, to the last bit, but
+It makes the predictions of `tandem.policy.prediction.regression_predictor`, bit for bit, but
 faster.
 """
 
@@ -35,18 +35,16 @@ class NativePredictor:
         self.is_hinted = self.native.is_hinted
 
     def hint(self, hint: Hint) -> None:
-        """Record a hint; how often hints come true is counted."""
+        """Record a hint; the predictor also counts how often hints come true."""
         if (factor := self.sources.factor(hint.source)) is not None:
             self.native.hint(hint.load.layer, hint.load.experts, hint.load.tokens, factor)
 
     def observe(self, load: LayerLoad) -> None:
-        """Record a lesson for the table rows that predicted this layer."""
+        """Record a layer's load; `learn` corrects the table rows that predicted the layer."""
         self.native.observe(load.layer, load.experts, load.tokens)
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return the forecast of a layer, for prefetch choices without a native form; None:
-        unknown.
-        """
+        """Return a layer's forecast for prefetch choices without a native form; None: unknown."""
         if (found := self.native.forecast(layer)) is None:
             return None
         scores, chances = found
@@ -65,5 +63,5 @@ class NativePredictor:
         )
 
     def restore(self, state: regression_predictor.PredictorState) -> None:
-        """Return a layer's experts whose copies are under way, for one use or for the cache."""
+        """Continue from a state that another predictor's `state` returned."""
         self.native.load(*state)

@@ -63,7 +63,7 @@ def _next_use_tables(
 
 
 def _native_decider(plain: PlainDecider) -> NativeDecider | None:
-    """Return the decider for these policies; None if they have no native form."""
+    """Return the native decider for these policies; None if they have no native form."""
     eviction, residency = plain.eviction, plain.residency
     is_by_layer = residency.num_sets == residency.geometry.num_layers
     if not is_by_layer or not isinstance(eviction, next_use.NextUse):
@@ -72,12 +72,12 @@ def _native_decider(plain: PlainDecider) -> NativeDecider | None:
 
 
 def _native_tables(eviction: next_use.NextUse) -> list[_native.NextUseTable]:
-    """Return the tables by layer, if they are native."""
+    """Return the native tables by layer; none if the eviction's tables are not native."""
     return [table.native for table in eviction.tables if isinstance(table, _NextUseTable)]
 
 
 def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.NextUseTable]:
-    """Return, by layer, the tables of an eviction for `num_slots` host slots."""
+    """Return, by layer, the `next-use` tables for `num_slots` host slots per layer."""
     span = next_use.span_for(num_slots, geometry.top_k)
     return [table.native for table in _next_use_tables(geometry, span)]
 
@@ -90,7 +90,7 @@ NATIVE_TABLES = Native(_next_use_tables, NativePredictor, _native_decider)
 def host_slot_eviction(
     name: str, evictions: Registry[Eviction] = EVICTIONS
 ) -> Callable[[Geometry, int], Eviction]:
-    """Return a factory of evictions for host slots, which decide as native code does."""
+    """Return a factory of eviction policies that decide as native code does for host slots."""
     make = evictions.factory(name)
 
     def make_for(geometry: Geometry, num_slots: int) -> Eviction:
@@ -104,9 +104,9 @@ def host_slot_eviction(
 def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
     """Return the policy for the layers of captured steps, from a planner's state.
 
-    It decides as the planner does for steps in one graph, and updates the same tables: the
-    eviction's, and the prediction's if steps in one graph copy ahead. None for an eviction without
-    native tables, for slots that layers share, and for predictions that plans stage too.
+    The policy decides as the planner does for steps in one graph, and updates the same tables: the
+    eviction's, and the prediction's if steps in one graph copy ahead. Returns None for an eviction
+    without native tables, for slots that layers share, and if plans stage predicted experts too.
     """
     eviction, residency = planner.eviction, planner.residency
     if not isinstance(eviction, next_use.NextUse) or residency.num_sets == 1:
@@ -123,7 +123,7 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
 
 
 def _graph_predictor(planner: Planner) -> tuple[_native.RegressionPredictor | None, int]:
-    """Return the predictor of captured steps and the counts of its hints; None if there is none."""
+    """Return the predictor of captured steps (None: no prediction) and the factor of its hints."""
     prediction = planner.prediction
     if not planner.predicting_sizes or not isinstance(prediction, NativePredictor):
         return None, 1
@@ -135,11 +135,10 @@ def _graph_predictor(planner: Planner) -> tuple[_native.RegressionPredictor | No
 def resident_lists(
     planner: Planner,
 ) -> tuple[bytes, list[int], list[list[int]], list[list[int]], list[int], list[int], list[int]]:
-    """Return (state and slot by key, experts with a slot and free slots by layer, staging slots,
-    ...).
+    """Return a planner's residency as lists for the native policy, without expired copies ahead.
 
-    Then the keys of experts copied ahead, and the slots for more; expired ones are dropped. Staging
-    slots are the ring's.
+    The lists are: state by key, slot by key, experts with a slot by layer, free slots by layer, the
+    ring's slots, keys of experts copied ahead, and free slots for further copies ahead.
     """
     residency, experts = planner.residency, planner.geometry.num_experts
     residency.release_passed(planner.geometry.num_layers, ())

@@ -1,4 +1,4 @@
-"""The memory that a user grants on a device, and how many slots it holds. Only bytes, no torch."""
+"""The memory that a user grants on a device, and how many slots fit in it; does not use torch."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ AUTO_MARGIN = 0.10
 
 
 class OutOfDeviceMemoryError(CapacityError):
-    """The device has no memory for a slot or for work; the cache shrinks and continues."""
+    """The device has no memory for a slot or a batch's workspace; the cache shrinks."""
 
 
 class DeviceMemory(NamedTuple):
@@ -25,7 +25,7 @@ class DeviceMemory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """How much of a device Tandem may use; if both are None, what is free less a margin."""
+    """How much of a device's memory Tandem may use; both None: the free memory less a margin."""
 
     num_bytes: int | None = None
     fraction: float | None = None
@@ -84,7 +84,7 @@ def count_slots(
     """Return how many slots fit in the budget, at most one per expert.
 
     `reserved_bytes` of the budget are for dense parts, KV cache and workspace. Raises
-    `CapacityError` if not one slot fits.
+    `CapacityError` if no slot fits.
     """
     budget = budget_bytes(share, memory)
     count = (budget - reserved_bytes) // slot_bytes
@@ -106,8 +106,8 @@ def require_whole(
 ) -> int:
     """Return the budget in bytes if it holds the whole dense model; else raises `CapacityError`.
 
-    `parts` are the bytes on the device by name. `smaller` are the totals with other options, by
-    option, the largest first.
+    `parts` has the bytes of each part on the device, by the part's name in the message. `smaller`
+    has (option, total bytes) of options that need less, the largest first, for the message.
     """
     needed, budget = sum(parts.values()), budget_bytes(share, memory)
     room = min(budget, memory.free_bytes)

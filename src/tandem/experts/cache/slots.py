@@ -1,13 +1,13 @@
-"""The expert cache's memory: equal slots on a device, and what each of them holds.
+"""The expert cache's memory: slots of equal size on a device, and the content of each slot.
 
 Contents are numbered: every planned copy begins a new *generation* of its slot. A use belongs to
-the generation that was planned when it began, so it can read neither older nor newer bytes:
+the generation that was planned when the use began, so it can read neither older nor newer bytes:
 
     plan_copy(g) -> begin_use(g) -> [bytes of g] -> land(g) -> images of the use -> end of the use
                  -> plan_copy(g + 1) may come at any time after begin_use(g), but
     the first byte of g + 1 comes after land(g) and after the end of every use of g (`can_write`).
 
-Who copies is not decided here; all methods may be called from any thread.
+A copy engine does the copies. All methods of this module may be called from any thread.
 """
 
 import threading
@@ -131,7 +131,7 @@ class Slots:
         return self._key[slot]
 
     def plan_copy(self, slot: int, key: int) -> int:
-        """Begin the slot's next generation, for an expert; returns its number."""
+        """Begin the slot's next generation, for an expert; returns the generation's number."""
         with self.changed:
             self._key[slot] = key
             self._planned[slot] += 1
@@ -140,7 +140,7 @@ class Slots:
     def begin_use(
         self, slots: Sequence[int], keys: Sequence[int], bring: Bring | None = None
     ) -> SlotUse:
-        """Claim slots whose planned contents are these experts."""
+        """Claim slots; their planned contents must be the experts `keys`."""
         claims = []
         with self.changed:
             for slot, key in zip(slots, keys, strict=True):
@@ -162,21 +162,19 @@ class Slots:
             self.changed.notify_all()
 
     def can_write(self, slot: int, generation: int) -> bool:
-        """Tell whether a generation's bytes may be written: the one before has landed and is
-        unused.
-        """
+        """Tell whether a generation may be written: its predecessor has landed and is unused."""
         before = generation - 1
         return self._landed[slot] == before and (slot, before) not in self._uses
 
     def land(self, slot: int, generation: int) -> None:
-        """Record that a generation has arrived completely."""
+        """Record that all bytes of a generation have arrived."""
         with self.changed:
             assert self._landed[slot] == generation - 1, f"slot {slot} skips a generation"
             self._landed[slot] = generation
             self.changed.notify_all()
 
     def adopt(self, slot: int, key: int) -> None:
-        """Record an expert that was copied without this object; it is complete and unused."""
+        """Record an expert that other code copied into a slot; it is complete and unused."""
         with self.changed:
             assert self._landed[slot] == self._planned[slot], f"slot {slot} is being written"
             self._key[slot] = key
@@ -215,15 +213,16 @@ class Slots:
                 raise self._error
 
     def forget_uses(self) -> None:
-        """Drop all claims once nothing launched is running; some batches may never have been
-        launched.
+        """Drop all claims, also those of batches that were never launched.
+
+        No launched batch may still be running.
         """
         with self.changed:
             self._uses.clear()
             self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Make all waits for contents raise this error, because they will not arrive."""
+        """Make all waits for contents raise this error, because no more contents will arrive."""
         with self.changed:
             self._error = error
             self.changed.notify_all()

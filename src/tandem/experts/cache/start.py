@@ -28,7 +28,7 @@ def random_start(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[fl
 
 @STARTS.register("none")
 def empty(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[float]) -> list[int]:
-    """Return nothing, as paper 2 starts."""
+    """Return nothing: paper 2 starts with an empty cache."""
     return []
 
 

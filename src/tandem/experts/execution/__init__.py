@@ -1,1 +1,1 @@
-"""Computes a MoE layer's experts: on the CPU, or on two processors by a plan."""
+"""Computes a MoE layer's experts: on the CPU, or on CPU and device by a plan."""

@@ -1,6 +1,6 @@
-"""What a captured step needs to ask the next layer's router: a product, and its largest values.
+"""What a captured step needs to run the next layer's router ahead: a product and its top-k.
 
-If a bias follows a function of the scores, that function must be monotonic.
+A scoring function may be applied before a bias is added; it must be monotonic.
 """
 
 from typing import NamedTuple
@@ -12,9 +12,7 @@ SCORINGS = ("", "sigmoid", "sqrtsoftplus")
 
 
 class AskedRouter(NamedTuple):
-    """A layer's router, which gets the state of the layer before it; both are on the same
-    device.
-    """
+    """A layer's router, run ahead on the previous layer's hidden state, on the same device."""
 
     weight: Tensor  # (num_experts, hidden_size)
     bias: Tensor | None  # (num_experts,)

@@ -1,4 +1,4 @@
-"""A call of a layer, and the experts of it that one processor computes at a time."""
+"""A call of a layer, and its batches: experts that one processor computes together."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class RoutedCall(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Its tensors: tokens, choice and weights."""
+        """The call's tensors: tokens, choice and weights."""
         return self[1:]
 
     def detached(self) -> "RoutedCall":
@@ -33,10 +33,10 @@ class RoutedCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertFunctions:
-    """What surrounds an expert's two matrix products: the model's own code.
+    """The functions around an expert's two matrix products, from the model's own code.
 
-    `native` is the activation in the kernels' form, if they support it; `unpacked_activate` takes
-    [gate; up] for any order of the model's own experts.
+    `native` is the activation in the kernels' form, if they support it. `unpacked_activate` is the
+    activation for inputs [gate; up], whatever the order of the model's own experts.
     """
 
     activate: Callable[[Tensor], Tensor]
@@ -46,7 +46,7 @@ class ExpertFunctions:
 
 
 class CallSide:
-    """What one processor reads and writes in a call, in its own memory: tokens and result rows."""
+    """The tokens that a processor reads in a call and the rows that it writes, in its memory."""
 
     __slots__ = ("_hidden_fp32", "hidden", "rows")
 
@@ -58,7 +58,7 @@ class CallSide:
 
     @property
     def hidden_fp32(self) -> Tensor:
-        """The tokens in fp32, converted when a processor first asks."""
+        """The tokens in fp32, converted at the first access."""
         if self._hidden_fp32 is None:
             self._hidden_fp32 = self.hidden.float().contiguous()
         return self._hidden_fp32
@@ -68,8 +68,8 @@ class CallSide:
 class ExpertBatch:
     """Some experts of a layer with their routed tokens; immutable.
 
-    Expert `experts[i]` has rows `begin[i]`..`begin[i + 1]` - 1 of the call, and the rows `begin[i]
-    - begin[0]`.. of `token` and `out`, which are slices of the call's.
+    Expert `experts[i]` has rows `begin[i]`..`begin[i + 1]` - 1 of the call. In `token` and `out`,
+    which are slices of the call's tensors, its rows begin at `begin[i] - begin[0]`.
     """
 
     layer: HostLayer
@@ -100,7 +100,7 @@ class ExpertBatch:
 
     @property
     def out(self) -> Tensor:
-        """Where results go: (num_rows, hidden_size) fp32, a range of the side's rows."""
+        """The batch's result: (num_rows, hidden_size) fp32, a range of the side's rows."""
         return self.side.rows[self.begin[0] : self.begin[-1]]
 
     @property

@@ -1,14 +1,14 @@
-"""Decode steps that a coordinator answers: Python begins and ends one, native code does the rest.
+"""Decode steps that a coordinator answers: Python begins and ends them, native code does the rest.
 
     begin(ids)     planned copies have ended; entries of evicted experts are cleared
       -> layers    publish, hits, wait, combine: in a recorded or captured step, without Python;
                    after the wait a second launch, if some misses are fetched meanwhile
-      -> finish    the planner gets the decisions made after the layers
-      -> report    the listeners get them: a step late, while the device runs the next one
+      -> finish    the planner gets the decisions that native code made in the step
+      -> report    the listeners get them: a step late, while the device runs the next step
 
 A subclass defines what the layers run on: a GPU's graph, or on the emulated device the caller's
-thread (docs/decisions/0016). Both ways of computing share one expert cache: between the two, a
-planned step (a prompt) takes over what captured steps have copied, and the other way round.
+thread (docs/decisions/0016). Captured steps and planned steps (prompts) share one expert cache:
+each kind of step takes over the experts that the other kind has copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,19 +79,19 @@ class CapturedSteps:
         return self._num_tokens > 0
 
     def fetches(self, num_tokens: int) -> bool:
-        """Tell whether a step of `num_tokens` copies misses for the current layer."""
+        """Tell whether a step of `num_tokens` tokens copies misses for use in the same layer."""
         return self._cache.planner.graph_rule(num_tokens).fetches
 
     def asks(self, num_tokens: int) -> bool:
-        """Tell whether each layer of a step asks the next layer's router."""
+        """Tell whether each layer of a step runs the next layer's router ahead."""
         return self._cache.planner.asks_in_graph(num_tokens)
 
     def link(self) -> _native.DriverLink | None:
-        """Return how copies reach the GPU; None: slots are in host memory."""
+        """Return the link for copies to the GPU; None: slots are in host memory."""
         return None
 
     def wait_for_device(self) -> None:
-        """Wait until nothing on the device can still read a slot."""
+        """Wait until no work on the device can still read a slot."""
 
     def begin_on(self, box: int, num_tokens: int, known: Sequence[LayerLoad] = ()) -> None:
         """Begin a step of `num_tokens` tokens in one of the coordinator's mailboxes.
@@ -112,7 +112,7 @@ class CapturedSteps:
     def finish(self, *, is_heard: bool) -> None:
         """End a step whose layers have all been run or queued; `report` reports it if `is_heard`.
 
-        Reporting takes Python time, during which the next step can run.
+        Reporting is a separate call, because it takes Python time in which the next step can run.
         """
         assert self._num_tokens
         self.coordinator.finish_step(PATIENCE_SECONDS)
@@ -124,7 +124,7 @@ class CapturedSteps:
         self._unreported = (self.coordinator.records(), copies) if is_heard else None
 
     def report(self, listeners: Sequence[Listener]) -> None:
-        """Report the last step that has ended, once."""
+        """Report the last step that has ended, unless it has been reported."""
         if self._unreported is None:
             return
         (records, copies), self._unreported = self._unreported, None
@@ -136,9 +136,10 @@ class CapturedSteps:
                 listener(event)
 
     def abort(self) -> None:
-        """Abandon a step that failed or was lost, once nothing on the device waits in it.
+        """Abandon a step that failed or was lost; the device must no longer wait in it.
 
-        Its decisions stay valid. Raises `DeviceLostError` if its thread does not return.
+        Decisions made in the step stay valid. Raises `DeviceLostError` if the answering thread does
+        not return from it.
         """
         if not self._num_tokens:
             return
@@ -150,7 +151,7 @@ class CapturedSteps:
         self._apply_step()
 
     def leave(self) -> None:
-        """Hand over to planned steps: finish copies, and update the slots' contents."""
+        """Hand over to planned steps: finish copies, and record the slots' new contents."""
         self.abort()
         if not self._is_entered:
             return
@@ -216,7 +217,7 @@ class CapturedSteps:
         self.coordinator.set_dense_seconds(dense)
 
     def _lend_slots(self, num_tokens: int) -> None:
-        """Lend this step's fetches as many slots as recent steps asked for."""
+        """Lend this step's fetches as many slots as recent steps requested."""
         ring = self._cache.planner.ring
         left = ring.begin_step(in_graph=True, may_fetch=self.fetches(num_tokens))
         if left or ring.held_slots() != self._ring:
@@ -224,9 +225,9 @@ class CapturedSteps:
             self._load_policy()
 
     def _apply_step(self) -> dict[int, _Copies]:
-        """Tell the planner what was decided; return the copies by layer, -1: ahead of the first.
+        """Tell the planner the step's decisions; return the copies by layer, -1: before the first.
 
-        Experts that were copied ahead and have no slot of the cache leave with the step.
+        Experts that were copied ahead and did not enter the cache are dropped with the step.
         """
         copies = {at[0]: self._apply(*at) for at in self.coordinator.take_decided()}
         planner = self._cache.planner
@@ -243,10 +244,10 @@ class CapturedSteps:
         asked: int,
         ahead: Sequence[_SlotCopy],
     ) -> _Copies:
-        """Tell the planner which copies have ended and then what was decided.
+        """Tell the planner which copies have ended and what was decided in a layer.
 
         `asked` is the number of staging slots that were requested. An expert that was copied ahead
-        enters the cache with its own slot.
+        keeps its slot when it enters the cache.
         """
         cache, planner = self._cache, self._cache.planner
         geometry, residency = cache.geometry, planner.residency
@@ -319,9 +320,10 @@ def _without_victims(copies: Sequence[_SlotCopy]) -> tuple[Copy, ...]:
 def captured_layers(
     cache: ExpertCache, functions: Mapping[int, ExpertFunctions], dtype: torch.dtype
 ) -> list[_native.RoutedLayer] | None:
-    """Return the layers in the form of captured steps; None if kernels or policy need plans.
+    """Return the layers in native form for captured steps.
 
-    `functions` are by layer.
+    `functions` has the functions of each layer. Returns None if the kernels do not support a layer,
+    or if the policy has no native form.
     """
     layers = [
         native

@@ -5,7 +5,7 @@ choice, gate weights) is on the device. The order in one layer is:
 
     download(choice, hidden)     one wait; the only one before the batches
       -> launch(batch, use)...   rows stay in the device's `rows`, tokens are read from its `hidden`
-      -> upload(host rows)       once, if the CPU had a share: its rows are the last ones
+      -> upload(host rows)       once, if the CPU had a share: its rows are the last rows
       -> prepare_sum(...)(rows)  the sum, on the device, after all launches and uploads
 
 Only `download` has to wait for the device. It also ends all reads of host memory by earlier layers,
@@ -38,9 +38,7 @@ class WholeCache(Protocol):
     """Layers whose experts are all resident; the host does not need the routers' choices."""
 
     def serves(self, functions: ExpertFunctions) -> bool:
-        """Tell whether a layer with these functions can be computed here in the cache's present
-        state.
-        """
+        """Tell whether a layer with these functions can be computed now, without a plan."""
 
     def execute(
         self,
@@ -50,13 +48,13 @@ class WholeCache(Protocol):
         top_k_weights: Tensor,
         functions: ExpertFunctions,
     ) -> Tensor:
-        """Queue a layer; see `Executor`."""
+        """Queue a layer; see `Executor.execute`."""
 
     def note(self, layer: int, top_k_index: Tensor) -> None:
         """Queue the copy of a choice to the host; `noted` reports it."""
 
     def noted(self, now: float) -> Iterator[LayerExecuted]:
-        """Yield an event for each noted layer, once; waits for the routers' choices."""
+        """Yield an event for each noted layer, once; waits until its choice is on the host."""
 
 
 class Device(MemoryPool, Protocol):
@@ -88,26 +86,30 @@ class Device(MemoryPool, Protocol):
         """Compute a batch after those launched before it; may return before it is done.
 
         `batch.hidden` and `batch.out` are in the device's memory, `batch.token` on the host.
-        The device waits for `use.images()`, an expert each, and calls `use.end` when it has read
-        them, also after an error. Raises `OutOfDeviceMemoryError` if there is no room to work.
+        The device must wait for `use.images()`, one image per expert, and call `use.end` when it
+        has read the images, also after an error. Raises `OutOfDeviceMemoryError` if there is no
+        memory for workspace.
         """
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        """Copy host memory to the device, before any later launch."""
+        """Copy host memory to the device; the copy must precede all later launches."""
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
-        """Return what sums weight * row over k, first to last, after all batches.
+        """Return a function that sums weight * row over k, first to last, after all batches.
 
-        It takes rows (n_rows, width) fp32 and returns (n_tokens, width) fp32, both on the device,
-        as are `weights` (n_tokens, top_k) fp32; `row_of` (n_tokens, top_k) int32 is on the host; -1
-        adds nothing. A product and an addition each round by themselves. The sum raises the first
-        error of any batch, then or at the next call.
+        The function takes rows (n_rows, width) fp32 and returns (n_tokens, width) fp32, both on the
+        device. `weights` (n_tokens, top_k) fp32 are on the device, `row_of` (n_tokens, top_k) int32
+        is on the host; -1 adds nothing. Product and addition must be rounded separately. The first
+        error of any batch is raised by the function, or by its next call.
         """
 
     def resident(self, cache: "ExpertCache") -> "WholeCache | None":
-        """Return what computes a cache's layers without plans once all experts are resident."""
+        """Return an object that computes layers without plans once all experts are resident.
+
+        None: the device always needs plans.
+        """
         return None
 
     def require_usable(self) -> None:
-        """Raise `DeviceLostError` if an error has left the device unusable for this program."""
+        """Raise `DeviceLostError` if an error has made the device unusable for this program."""
         return

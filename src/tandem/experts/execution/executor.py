@@ -1,8 +1,8 @@
 """The executor interface, and `CpuExecutor`, which computes every expert on the CPU.
 
-It is the simplest implementation and the baseline of all others. The result does not depend on
-which processor computed what: each routed token gives one fp32 vector, and these are added in the
-order of the router's top-k.
+`CpuExecutor` is the simplest implementation and the baseline of all others. A result does not
+depend on which processor computed which expert: each routed token gives one fp32 vector, and a
+token's vectors are added in the order of the router's top-k.
 """
 
 import threading
@@ -33,9 +33,7 @@ MAX_TOKENS_AT_ONCE = 2048
 
 
 def computed_in_chunks(call: RoutedCall, compute: Callable[[RoutedCall], Tensor]) -> Tensor:
-    """Return `compute`'s result for a call that is split into at most `MAX_TOKENS_AT_ONCE`
-    tokens.
-    """
+    """Return a call's result, computed in chunks of at most `MAX_TOKENS_AT_ONCE` tokens."""
     if len(call.hidden) <= MAX_TOKENS_AT_ONCE:
         return compute(call)
     parts = zip(*[tensor.split(MAX_TOKENS_AT_ONCE) for tensor in call.tensors], strict=True)
@@ -43,28 +41,28 @@ def computed_in_chunks(call: RoutedCall, compute: Callable[[RoutedCall], Tensor]
 
 
 class DirectCall(NamedTuple):
-    """A layer call that native code does alone, from the router's choice to the sum."""
+    """A layer call that native code performs alone, from the router's choice to the sum."""
 
     layer: _native.RoutedLayer
     choice: tuple[Tensor, Tensor] | None
-    """Index and weights that replace the router's; every step fills them at its start."""
+    """Index and weights that replace the router's, filled at the start of each step; or None."""
     report: Callable[[Tensor, int], None] | None
     """Called after each call with the index and the number of active experts; None: not needed."""
     add: Callable[[_native.Program, tuple[Tensor, Tensor, Tensor, Tensor]], None] | None = None
-    """Adds the call (hidden, index, weights, out) to a program; None: the program calls the
-    layer."""
+    """Adds the call on (hidden, index, weights, out) to a program; None: the program calls `layer`
+    itself."""
 
 
 class Executor(ABC):
     """Computes the experts of a model's experts modules.
 
-    The methods with a default are for executors that need to know about steps.
+    Only executors that need to know about steps override the methods with a default.
     """
 
     cache: ExpertCache | None = None
     """The expert cache on a device; None if the CPU computes every expert."""
     device: Device | None = None
-    """The device whose slots a replay may read directly; None if calls change between steps."""
+    """The device whose slots a replayed step may read directly; None if calls differ by step."""
     needs_steps = False
     """Whether `begin_step` must announce each forward pass, even a replayed one."""
     takes_drafts = True
@@ -77,26 +75,22 @@ class Executor(ABC):
 
     @property
     def reads_disk(self) -> bool:
-        """Whether experts may be read from a disk, so that a captured step may be abandoned and
-        repeated.
-        """
+        """Whether experts may be read from a disk; captured steps may then have to be repeated."""
         return self.store.slots is not None
 
     @property
     def asks_ahead(self) -> bool:
-        """Whether it asks each next layer's router itself."""
+        """Whether the executor itself runs each next layer's router ahead."""
         return False
 
     def expect(self, known: Sequence[LayerLoad]) -> None:  # noqa: B027
-        """Take the loads of layers that are routed by token id, for the next forward pass.
+        """Announce the known loads (of layers routed by token id) of the next forward pass.
 
-        In the layers' order, before that pass is announced.
+        They must be in the layers' order, and precede the pass's `begin_step`.
         """
 
     def catch_up(self) -> None:  # noqa: B027
-        """Report what has been computed but not reported, as some steps are reported one step
-        late.
-        """
+        """Report all computed but unreported layers: some steps are reported one step late."""
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027
         """Announce the tokens of the next forward pass; the ids are empty if unknown."""
@@ -112,7 +106,7 @@ class Executor(ABC):
         """Compute the sum over k of weight * expert(hidden), in the shape and dtype of `hidden`.
 
         `hidden` is (n_tokens, hidden_size), `top_k_index` and `top_k_weights` (n_tokens, top_k).
-        An id outside 0..num_experts-1 is a padding of the router and adds nothing.
+        An id outside 0..num_experts-1 is padding and adds nothing.
         """
         return self.compute(RoutedCall(layer, hidden, top_k_index, top_k_weights), functions)
 
@@ -124,15 +118,16 @@ class Executor(ABC):
         """Finish pending work before a step that is replayed without `execute`."""
 
     def repeat_step(self, num_tokens: int) -> None:  # noqa: B027
-        """Announce that a recording repeats a step, for comparison."""
+        """Announce that the last step's tokens are computed again, to check a recorded step."""
 
     def deferring(self) -> AbstractContextManager[None]:
-        """Return a context in which layers may defer what their results do not need."""
+        """Return a context in which layers may defer work that their results do not need."""
         return nullcontext()
 
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
-        """Return a function for calls like this one that bypasses the executor; None: it must take
-        part.
+        """Return the form of calls like this one that bypasses the executor.
+
+        None: the executor must take part in such calls.
         """
         return None
 
@@ -144,7 +139,7 @@ class Executor(ABC):
 def unheard(executor: Executor | None) -> Iterator[None]:
     """Hide trial steps from an executor's listeners (None: no executor).
 
-    Listeners count, learn from and show only the steps of answers.
+    Listeners count, learn from and show only steps that compute answers.
     """
     if executor is None:
         yield

@@ -1,6 +1,6 @@
 """Computes a batch of experts on the CPU: packed ones natively, others in torch.
 
-A row's result does not depend on the experts of other rows, nor on the place of the weights.
+A row's result depends neither on other rows' experts nor on where the weights are.
 """
 
 import time
@@ -25,10 +25,10 @@ class WeightSource(Protocol):
     """Where a batch's weights are, if not in the host store."""
 
     def images(self) -> Sequence[Tensor]:
-        """Return the memory of each expert, once it is filled."""
+        """Return each expert's memory; waits until it is filled."""
 
     def addresses(self) -> Sequence[int]:
-        """Return the address of each expert, once it is filled."""
+        """Return each expert's address; waits until the memory there is filled."""
 
 
 class ExpertKernels:
@@ -57,8 +57,8 @@ class ExpertKernels:
     def start(self, batch: ExpertBatch, source: WeightSource | None = None) -> "StartedWork":
         """Start a batch on the threads; `finish` computes beside them.
 
-        Make no other call in between. What the native kernels do not support, `finish` computes
-        alone.
+        No other call may be made before `finish`. Batches that the native kernels do not support
+        are computed by `finish` alone.
         """
         begin = time.perf_counter() if self._on_busy else 0.0
         native = None
@@ -72,8 +72,8 @@ class ExpertKernels:
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
         """Return a function that sums weight * row over k, first to last: (n_tokens, width) fp32.
 
-        `weights` (n_tokens, top_k) are fp32 like the rows; `row_of` of the same shape, int32 and
-        contiguous, has the row's number, or -1 for none.
+        `weights` (n_tokens, top_k) are fp32 like the rows. `row_of` (n_tokens, top_k), int32 and
+        contiguous, has the number of each choice's row, or -1 for no row.
         """
         num_tokens, weights = len(row_of), weights.contiguous()
         add_rows = self.threads.engine.add_rows
@@ -100,13 +100,13 @@ class ExpertKernels:
 
     @property
     def routed(self) -> RoutedLayers:
-        """The native calls by layer; their threads start here."""
+        """The layers in native form; the first access starts the threads."""
         if self._routed is None:
             self._routed = RoutedLayers(self.threads.engine)
         return self._routed
 
     def _run_in_torch(self, batch: ExpertBatch, source: WeightSource | None) -> None:
-        """Compute in torch what the kernels do not support: all of it, or only the activation."""
+        """Compute a batch in torch: all of a plain layer, only the activation of a packed one."""
         layer = batch.layer
         if not isinstance(layer, PackedLayer):
             images = None if source is None else source.images()
@@ -123,7 +123,7 @@ class ExpertKernels:
                     self._run_at([extent.data.data_ptr()], one)
 
     def _run_at(self, addresses: Sequence[int], batch: ExpertBatch) -> None:
-        """Compute packed experts at given addresses, with an activation in torch."""
+        """Compute packed experts at `addresses` natively, but their activation in torch."""
         layer, functions = batch.layer, batch.functions
         assert isinstance(layer, PackedLayer)
         activate = functions.unpacked_activate or functions.activate
@@ -161,8 +161,9 @@ class StartedWork:
 
 
 def compute_in_torch(batch: ExpertBatch, token: Tensor, images: Sequence[Tensor] | None) -> None:
-    """Compute a batch expert by expert on the device of `token`, from `images` or the host
-    store.
+    """Compute a batch expert by expert on the device of `token`.
+
+    Weights come from `images`, or from the host store if `images` is None.
     """
     layer, functions, first = batch.layer, batch.functions, batch.begin[0]
     is_packed = isinstance(layer, PackedLayer)

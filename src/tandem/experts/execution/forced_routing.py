@@ -1,6 +1,6 @@
 """Forces a recorded routing onto a model, so that speed is measured with real routers' choices.
 
-Wraps an executor and replaces the model's own choice. The answers are then meaningless.
+Wraps an executor and replaces the model's own choice, so that answers are meaningless.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ _Tokens = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class ForcedRouting(PassingExecutor):
-    """An executor that routes each token as the next token of a trace, from its start."""
+    """An executor that routes each token as the next token of a trace, from the trace's start."""
 
     def __init__(self, inner: Executor, trace: RoutingTrace) -> None:
-        """Forward to `inner`; `ConfigError` for a trace of another shape."""
+        """Forward to `inner`; raises `ConfigError` for a trace of a model of another shape."""
         super().__init__(inner)
         meta = trace.meta
         num_experts = max((x.arrivals.num_experts for x in inner.store), default=0)
@@ -51,7 +51,7 @@ class ForcedRouting(PassingExecutor):
         super().begin_step(token_ids, is_prefill=is_prefill)
 
     def before(self, call: RoutedCall) -> RoutedCall:
-        """Replace the choice by the trace's; weights are the trace's, or all equal."""
+        """Replace the choice by the trace's; weights are the trace's, or equal if it has none."""
         num_tokens, device = len(call.hidden), call.top_k_index.device
         if self._tokens is None or len(self._tokens) != num_tokens:
             self._tokens = self._take(num_tokens)
@@ -69,7 +69,7 @@ class ForcedRouting(PassingExecutor):
         return None if native is None else native._replace(choice=choice)
 
     def _brought(self, tokens: _Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Copy the choices of all layers to a device at once; to a GPU without a wait.
+        """Copy the choices of all layers to a device at once; to a GPU without waiting.
 
         Copying layer by layer would wait twice per layer, and the waits would be measured.
         """
@@ -82,13 +82,13 @@ class ForcedRouting(PassingExecutor):
 
     @property
     def top_k(self) -> int:
-        """Experts of each token."""
+        """The number of experts of each token."""
         return int(self._trace.experts.shape[-1])
 
     def choices(self, layer: int, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return experts and weights (num_tokens, top_k) of a layer in a replayed step.
 
-        The tensors keep their addresses; each step of this size fills them when it begins.
+        The tensors keep their addresses, and each step of this size fills them at its beginning.
         """
         key = num_tokens, device
         if key not in self._choices:
@@ -109,7 +109,7 @@ class ForcedRouting(PassingExecutor):
         return taken
 
     def _fill(self, *kept: Tensor) -> None:
-        """Write the step's choices; rows beyond its tokens repeat other rows."""
+        """Write the step's choices; padding tokens repeat the choices of the step's tokens."""
         assert self._tokens is not None
         tokens = np.resize(self._tokens, kept[0].shape[1])
         for each, now in zip(kept, self._brought(tokens, kept[0].device), strict=True):

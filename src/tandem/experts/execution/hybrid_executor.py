@@ -3,11 +3,11 @@
     routing -> load -> plan -> { the CPU's share | hits on the device | copies on the link }
             -> routed tokens added in the router's order -> learn, report
 
-`execute` reads from top to bottom in the order of events. The CPU's threads begin first because
-they end last; this thread starts the device and the link and then computes with them. Work that the
-layer's result does not need (`_learn_of_last_layer`) can wait until the caller has queued the next
-layer. Under every plan the result has the same bits as `CpuExecutor`'s if the device has the CPU's
-arithmetic; a GPU has not (docs/runtime.md).
+`_execute_chunk` follows that order. The CPU's threads begin first because they end last; the
+calling thread starts the device and the link and then computes with the CPU's threads. Work that
+the layer's result does not need (`_learn_of_last_layer`) can wait until the caller has queued the
+next layer. Under every plan the result has the same bits as `CpuExecutor`'s if the device's
+arithmetic is the CPU's, which a GPU's is not (docs/runtime.md).
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class _Done(NamedTuple):
 
 
 class HybridExecutor(Executor):
-    """Computes layers by the planner's plans. Not thread-safe; layers come in the model's order."""
+    """Computes layers by plans; calls must be in model order. Only `compute` is thread-safe."""
 
     cache: ExpertCache
     device: Device
@@ -68,8 +68,7 @@ class HybridExecutor(Executor):
     def __init__(
         self, cache: ExpertCache, device: Device, kernels: ExpertKernels, *, in_graph: bool = False
     ) -> None:
-        """Compute the experts of the cache's store on its `device`; `kernels` compute the CPU's
-        share.
+        """Compute the store's experts on the cache's `device`, and the CPU's share with `kernels`.
 
         With `in_graph`, decode steps of few tokens follow the rules of steps in one graph.
         """
@@ -94,39 +93,39 @@ class HybridExecutor(Executor):
 
     @property
     def in_graph(self) -> bool:
-        """Whether decode steps of few tokens decide as one graph."""
+        """Whether decode steps of few tokens follow the rules of steps in one graph."""
         return self._in_graph or self.captured is not None
 
     @property
     def asks_ahead(self) -> bool:
-        """Whether it asks each next layer's router."""
+        """Whether the executor runs each next layer's router ahead."""
         return self.look_ahead is not None
 
     def expect(self, known: Sequence[LayerLoad]) -> None:
-        """Take the loads of layers that are routed by token id, for the next forward pass."""
+        """Announce the known loads (of layers routed by token id) of the next forward pass."""
         self._known = known
 
     def take_known(self) -> Sequence[LayerLoad]:
-        """Return the loads expected of the current step; they are returned once."""
+        """Return the known loads of the current step, and forget them."""
         known, self._known = self._known, ()
         return known
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
-        """Announce the tokens of the forward pass that comes; ids are empty if unknown."""
+        """Announce the tokens of the next forward pass; the ids are empty if unknown."""
         self._announced = token_ids, is_prefill
         self._prompt = token_ids if is_prefill else None
 
     def repeat_step(self, num_tokens: int) -> None:
-        """Announce the same prompt again; a decode step needs no announcement."""
+        """Announce the last prompt again; repeated decode steps need no announcement."""
         if self._prompt is not None:
             self._announced = self._prompt, True
 
     @contextlib.contextmanager
     def captured_step(self, begin: Callable[[Sequence[LayerLoad]], None]) -> Iterator[None]:
-        """Begin a captured step; inside, launch a graph that hands its layers over.
+        """Run a captured step: the caller must launch its graph inside the context.
 
-        `begin` takes the loads known beforehand. Raises `StepSlowError` if the step waited too long
-        for a disk; it may be repeated.
+        `begin` is called with the loads known beforehand. Raises `StepSlowError` if the step waited
+        too long for a disk; the step may then be repeated.
         """
         assert self.captured is not None
         with self._turn:
@@ -175,7 +174,7 @@ class HybridExecutor(Executor):
     def resize_now(self, num_slots: int, resident: Sequence[int] | None = None) -> None:
         """Change the number of slots between steps, as `ExpertCache.resize` does.
 
-        Captured steps know slots by their contents, so they are left first.
+        Captured steps rely on the slots' contents, so the executor leaves them first.
         """
         self.catch_up()
         if self.captured is not None:
@@ -185,10 +184,9 @@ class HybridExecutor(Executor):
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Inside, learn from and report each layer when the next one is asked for, and the last at
-        the end.
+        """Inside, learn from and report each layer at the next layer's call, the last at the end.
 
-        For a caller that queues work between layers, which the device does meanwhile.
+        This is for callers that queue work between layers, which the device computes meanwhile.
         """
         self._is_deferring = True
         try:
@@ -289,7 +287,7 @@ class HybridExecutor(Executor):
     def _execute_whole(
         self, whole: WholeCache, call: RoutedCall, functions: ExpertFunctions
     ) -> Tensor:
-        """Queue a layer whose experts are all resident, without a wait for the router's choice."""
+        """Queue a layer whose experts are all resident, without waiting for the router's choice."""
         layer, hidden, index, weights = call
         self.cache.clock.run_dense(hidden.shape[0])
         out = whole.execute(layer, hidden, index, weights, functions)
@@ -300,7 +298,7 @@ class HybridExecutor(Executor):
     def catch_up(self) -> None:
         """Learn from the last layer, and report everything computed and not yet reported.
 
-        Captured steps and layers computed without a plan are reported by the next step.
+        Otherwise captured steps and layers computed without a plan are reported by the next step.
         """
         self._learn_of_last_layer()
         if self.captured is not None:
@@ -320,7 +318,7 @@ class HybridExecutor(Executor):
             self._report(done)
 
     def _weights_to_read(self, top_k_weights: Tensor) -> Tensor | None:
-        """Return gate weights on the host if the eviction uses them: few do."""
+        """Return gate weights on the host; None if the eviction, like most, does not use them."""
         if not self.cache.planner.eviction.reads_weights:
             return None
         return self.device.download(top_k_weights)[0]
@@ -367,7 +365,7 @@ class HybridExecutor(Executor):
         return lambda: self._uploaded(result(), step)
 
     def _uploaded(self, result: Tensor, step: "_LayerStep") -> Tensor:
-        """Return a result of the host in the memory of the model's state."""
+        """Return a result of the host in the memory where the model's state is."""
         if step.hidden.device == result.device:
             return result
         out = torch.empty_like(step.hidden)

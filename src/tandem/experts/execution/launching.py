@@ -1,10 +1,10 @@
 """Launches one layer's experts on a device in batches, in the order in which they arrive.
 
-    some residents -> a group of fetched ones, as it lands -> more residents -> the next group ...
+    some residents -> a group of fetched experts, once copied -> more residents -> the next group...
 
-Copies of a group are submitted before it is launched, so that the link stays busy while the device
-computes. A group takes at most half of the slots that fetched experts take in turn. Residents are
-spread among the groups: they run while the device would wait for the link.
+Copies of a group are submitted before the group is launched, so that the link stays busy while the
+device computes. A group uses at most half of the ring's slots. Residents are spread among the
+groups: they run while the device would otherwise wait for the link.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from tandem.policy.plan import Copy, LayerPlan
 def launch(
     cache: ExpertCache, device: Device, call: LayerCall, plan: LayerPlan, side: CallSide
 ) -> None:
-    """Launch the device's share of a plan; `call` has its experts in launch order."""
+    """Launch the device's share of a plan; `call` must have its experts in launch order."""
     order, slot_of = plan.in_launch_order(), cache.planner.residency.slot_of
     first = plan.layer * cache.geometry.num_experts
 

@@ -1,8 +1,8 @@
 """One call of a layer: its routed tokens in the order of a plan, split into batches, and summed.
 
 A routed token has one row in each matrix. Rows are grouped by processor. A processor with memory of
-its own has its own `CallSide`, whose rows have the same indices as the other's: the host's rows go
-to the device in one copy, and the sum is computed in the memory of the model's state.
+its own has its own `CallSide`, whose rows have the same indices as the other side's: the host's
+rows are copied to the device at once, and the sum is computed where the model's state is.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from tandem.experts.store.host_store import HostLayer
 
 
 class LayerCall:
-    """What all batches of a call share; each batch fills a contiguous range of its side's rows."""
+    """The data that a call's batches share; each batch fills a contiguous range of rows."""
 
     __slots__ = ("_functions", "_order", "_rows", "host", "routing")
 
     def __init__(
         self, host: HostLayer, functions: ExpertFunctions, routing: Routing, order: Sequence[int]
     ) -> None:
-        """Lay out the routed tokens with the active experts in this order."""
+        """Lay out the routed tokens with the active experts in the given order."""
         self.host = host
         self.routing = routing
         self._functions = functions
@@ -47,10 +47,10 @@ class LayerCall:
     def prepare_result(
         self, side: CallSide, top_k_weights: Tensor, prepare_sum: PrepareSum
     ) -> Callable[[], Tensor]:
-        """Return what gives the weighted sums (n_tokens, hidden_size) once all rows are on a side.
+        """Return a function that returns the weighted sums (n_tokens, hidden_size).
 
-        A fixed order of fp32 additions, the router's first to last: the same bits on either
-        processor.
+        It must be called once all rows are on `side`. The fp32 additions are in the router's order,
+        first to last, so that either processor gives the same bits.
         """
         post_norm, dtype = self._functions.post_norm, side.hidden.dtype
         sum_rows = prepare_sum(self._rows.row_of, top_k_weights.float())
@@ -71,10 +71,10 @@ def _ordered(
     begin: Sequence[int],
     token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs in the order of experts' codes (GPTQ's activation order), and int32 numbers.
+    """Return inputs in the order of the experts' codes (GPTQ's activation order), and row numbers.
 
-    There is a row (n_rows, hidden_size) for each (token, expert) instead of one for each token.
-    That copies these rows, but the weights stay as they are in the checkpoint.
+    The inputs (n_rows, hidden_size) have a row per routed token instead of per token; the numbers
+    are 0..n_rows - 1, int32. This copies inputs, but weights stay as they are in the checkpoint.
     """
     counts = torch.tensor([begin[i + 1] - begin[i] for i in range(len(experts))], device="cpu")
     expert_of_row = torch.tensor(experts, device="cpu").repeat_interleave(counts)

@@ -1,4 +1,4 @@
-"""An executor around another one, which observes or changes its calls."""
+"""An executor that wraps another executor, and observes or changes its calls."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +22,7 @@ class PassingExecutor(Executor):
 
     @property
     def asks_ahead(self) -> bool:
-        """Whether the wrapped executor asks routers ahead."""
+        """Whether the wrapped executor runs routers ahead."""
         return self.inner.asks_ahead
 
     def before(self, call: RoutedCall) -> RoutedCall:
@@ -30,14 +30,14 @@ class PassingExecutor(Executor):
         return call
 
     def after(self, call: RoutedCall) -> None:
-        """Observe the call that was computed."""
+        """Observe a call after it was computed."""
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Announce the step."""
         self.inner.begin_step(token_ids, is_prefill=is_prefill)
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        """Compute a call, as `execute`."""
+        """Compute a call; see `execute`."""
         call = self.before(call)
         out = self.inner.execute(*call, functions)
         self.after(call)

@@ -1,4 +1,4 @@
-"""Records routers' choices while a model runs, and makes a routing trace of them.
+"""Records routers' choices while a model runs, and returns them as a routing trace.
 
 Wraps an executor and reads the routing of each call.
 """
@@ -47,7 +47,7 @@ class _Sequence(NamedTuple):
 
 
 class RoutingRecorder(PassingExecutor):
-    """An executor that records sequences, one after the other or several side by side."""
+    """An executor that records the routing of sequences, one at a time or several side by side."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class RoutingRecorder(PassingExecutor):
         hears_of_drafts: bool = False,
         by_token: Sequence[int] = (),
     ) -> None:
-        """Forward to `inner`; `guesses` returns what the `predictors` predicted.
+        """Forward to `inner`; `guesses` returns the predictions of the `predictors`.
 
         `by_token` are the layers routed by token id. With `hears_of_drafts`, steps of one sequence
         may verify drafted tokens: see `keep`.
@@ -73,7 +73,7 @@ class RoutingRecorder(PassingExecutor):
         self._sequences: list[_Sequence] = []
 
     def begin_sequences(self, batch: int = 1) -> None:
-        """Begin `batch` sequences side by side; earlier ones end."""
+        """Begin `batch` sequences side by side; earlier sequences end."""
         self._finish()
         self._batch = batch
         self._is_recording = True
@@ -148,7 +148,7 @@ class RoutingRecorder(PassingExecutor):
         return trace
 
     def _finish(self) -> None:
-        """Split the steps since `begin_sequences` into sequences, one per row of the batch."""
+        """Split the steps since `begin_sequences` into the sequences of the batch."""
         steps = [step for step in self._steps if step.experts]
         self._steps = []
         if not steps:

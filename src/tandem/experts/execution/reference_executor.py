@@ -1,6 +1,4 @@
-"""Computes every expert in plain torch from its unpacked weights: slow, but the definition of
-right.
-"""
+"""Computes every expert in plain torch from unpacked weights: slow, but correct by definition."""
 
 import torch
 from torch import Tensor
@@ -13,7 +11,7 @@ from tandem.kernels.reference import ExpertWeights, expert_ffn
 
 
 class ReferenceExecutor(Executor):
-    """The definition of what kernels and devices compute."""
+    """Defines the results with which those of kernels and devices are compared."""
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         """Compute a layer expert by expert."""
@@ -33,7 +31,7 @@ class ReferenceExecutor(Executor):
     def rows(
         self, host: HostLayer, expert: int, rows: Tensor, functions: ExpertFunctions
     ) -> Tensor:
-        """Compute one expert: (n_tokens, hidden_size) fp32 of its tokens, in and out."""
+        """Compute one expert; its inputs and results are (n_tokens, hidden_size) fp32."""
         if host.input_order is not None:
             rows = rows[:, host.input_order[expert].long()]
         activate = functions.activate

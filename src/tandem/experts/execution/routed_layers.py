@@ -1,6 +1,7 @@
-"""Packed layers in the form of the native calls: one call per batch, or per layer.
+"""Packed layers in the form that native code takes: one call per batch, or per layer.
 
-For formats and activations that the kernels support; everything else takes the slower path.
+Only formats and activations that the kernels support have this form; others are computed in torch,
+which is slower.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from tandem.kernels.native import TOKEN_DTYPES, native_layout
 
 
 def native_layer(layer: HostLayer, functions: ExpertFunctions) -> _native.RoutedLayer | None:
-    """Return a layer in the form of the native calls; None if the kernels do not support it."""
+    """Return a layer in the form that native code takes; None if kernels do not support it."""
     activation = functions.native
     if activation is None or not isinstance(layer, PackedLayer):
         return None
@@ -46,7 +47,7 @@ def can_read(call: RoutedCall) -> bool:
 
 
 class _Prepared(NamedTuple):
-    """A layer that was prepared before."""
+    """A layer's native form, and the state of the layer from which it was made."""
 
     layer: HostLayer
     slots: LayerSlots | None
@@ -55,13 +56,13 @@ class _Prepared(NamedTuple):
     runs_steps: bool
 
     def is_of(self, layer: HostLayer, functions: ExpertFunctions) -> bool:
-        """Whether it belongs to this layer in its present state."""
+        """Tell whether the form was made from this layer in its present state."""
         slots = layer.slots if isinstance(layer, PackedLayer) else None
         return self.layer is layer and self.slots is slots and self.functions is functions
 
 
 class RoutedLayers:
-    """The layers of a store as the native calls take them, prepared once."""
+    """The layers of a store in native form, each prepared when first used."""
 
     def __init__(self, engine: _native.ExpertEngine) -> None:
         """Compute with the threads of `engine`, which must be idle."""
@@ -74,8 +75,8 @@ class RoutedLayers:
     ) -> _native.StartedBatch | None:
         """Start filling the rows of a batch on the threads; its tensors must live until `finish`.
 
-        Weights are at `addresses`, or in the host store if None. Returns None, without effect, if
-        the kernels do not support the layer.
+        Weights are at `addresses`, or in the host store if `addresses` is None. Returns None,
+        without effect, if the kernels do not support the layer.
         """
         native = self._prepared(batch.layer, batch.functions).native
         if native is None:
@@ -94,10 +95,10 @@ class RoutedLayers:
     def run_directly(
         self, layer: HostLayer, functions: ExpertFunctions, call: RoutedCall
     ) -> tuple[Tensor, int] | None:
-        """Return a layer's result and its number of active experts; None if the kernels do not
-        support it.
+        """Return a layer's result and its number of active experts.
 
-        Sorts, computes and sums natively, with every expert on the CPU.
+        Native code sorts, computes every expert on the CPU, and sums. Returns None if the kernels
+        do not support the layer or the call.
         """
         native = self._prepared(layer, functions)
         if native.native is None or not native.runs_steps or not can_read(call):

@@ -1,8 +1,8 @@
 """What a router chose: counts by expert, and routed tokens sorted by expert.
 
 Knows neither weights nor devices. A routed token is a (token, expert) pair, and has one row in each
-matrix of a layer call. Rows are sorted by expert, in an order that the caller chooses, so that
-every processor of a plan computes one contiguous range of them.
+matrix of a layer call. Rows are sorted by expert, in an order that the caller chooses, so that each
+processor of a plan computes one contiguous range of rows.
 """
 
 import functools
@@ -46,7 +46,7 @@ def _row_table(places: tuple[int, ...]) -> Tensor:
 
 
 class Routing:
-    """One call's choice of experts; ids outside 0..num_experts - 1 are padding and left out."""
+    """One call's choice of experts; ids outside 0..num_experts - 1 are padding and ignored."""
 
     def __init__(self, top_k_index: Tensor, num_experts: int) -> None:
         """Count a (n_tokens, top_k) choice, which must be on the CPU."""
@@ -72,14 +72,13 @@ class Routing:
 
     @property
     def num_rows(self) -> int:
-        """How many routed tokens there are: rows of the call's matrices."""
+        """The number of routed tokens, which is that of rows in each matrix of the call."""
         return self.top_k if self._single is not None else len(self._valid)
 
     def load(self, layer: int, top_k_weights: Tensor | None) -> LayerLoad:
-        """Return the choice in the form of a planner; without `top_k_weights` it has no gate
-        weights.
+        """Return the choice as a planner's load, without gate weights if `top_k_weights` is None.
 
-        Gate weights are rounded to fp16, as in a trace, so that a replay decides the same.
+        Gate weights are rounded to fp16, as in a trace, so that a replay makes the same decisions.
         """
         if top_k_weights is None:
             return LayerLoad(layer, self.experts, self.tokens, (), self._routes())
@@ -95,7 +94,7 @@ class Routing:
         return LayerLoad(layer, self.experts, self.tokens, by_expert, self._routes())
 
     def _routes(self) -> Sequence[Sequence[int]]:
-        """Return the experts of each token that has any; empty if a token lacks some."""
+        """Return each token's experts, without padding tokens; empty if a token lacks only some."""
         if self._single is not None:
             return (self._single,)
         rows = self._flat.reshape(self.num_tokens, self.top_k)
@@ -107,7 +106,7 @@ class Routing:
         return routes
 
     def sorted_by(self, order: Sequence[int]) -> SortedTokens:
-        """Return the routed tokens sorted by `order`, which must hold all active experts."""
+        """Return the routed tokens sorted by `order`, which must contain all active experts."""
         if self._single is not None:
             places = _row_table(tuple(map(order.index, self._single)))
             return SortedTokens(_counting(self.top_k + 1), _zeros(self.top_k), places)
@@ -127,12 +126,11 @@ class Routing:
         return SortedTokens(begin, token, row_of)
 
     def fastest_order(self) -> Sequence[int]:
-        """Return the order of experts that needs the least sorting."""
+        """Return the order of active experts that is quickest to sort by."""
         return self._single if self._single is not None else self.experts
 
 
 SumRows = Callable[[Tensor], Tensor]
-"""Sums rows (n_rows, width) fp32 to tokens, in the order of the prepared choice."""
+"""Sums rows (n_rows, width) fp32 by token, in the order of the token's choice."""
 PrepareSum = Callable[[Tensor, Tensor], SumRows]
-"""Takes the row of each choice (-1: none) and the weights, and prepares the sum before the rows
-exist."""
+"""Prepares a sum before its rows exist, from the row of each choice (-1: none) and the weights."""

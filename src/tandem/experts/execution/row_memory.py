@@ -20,7 +20,7 @@ class RowMemory:
         self._view: Tensor | None = None
 
     def __call__(self, num_rows: int, width: int) -> Tensor:
-        """Return memory for (num_rows, width) fp32, which the next such call reuses."""
+        """Return memory for (num_rows, width) fp32, which the next call reuses."""
         view = self._view
         if view is not None and view.shape == (num_rows, width):
             return view

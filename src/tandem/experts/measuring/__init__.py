@@ -1,1 +1,1 @@
-"""Measures what things cost on this machine."""
+"""Measures the costs of operations on this machine."""

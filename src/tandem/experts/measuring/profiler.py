@@ -1,7 +1,8 @@
 """Measures the costs of operations on this machine: a `HardwareProfile` for one model, in seconds.
 
-Real kernels, real shapes, the model's own experts. Each repetition takes other experts, so that
-weights come from memory and not from a processor's caches. Times are medians.
+The measurements run real kernels on the model's own experts, in their real shapes. Each repetition
+uses different experts, so that weights come from memory and not from a processor's caches. Times
+are medians.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from tandem.policy.cost import HardwareProfile, ShapeCosts, interpolate
 from tandem.policy.plan import Geometry
 
 EMULATED = "emulated"
-"""The GPU's name in a profile that was measured without one; all its times are the CPU's."""
+"""The GPU's name in a profile that was measured without a GPU; all GPU times are the CPU's."""
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EXPERTS_AT_ONCE = 8
 REPETITIONS = 7
@@ -51,7 +52,7 @@ class MeasuredExperts:
 
     @property
     def num_at_once(self) -> int:
-        """How many experts a batch of several has."""
+        """How many experts the measured batches of several experts have."""
         return min(EXPERTS_AT_ONCE, self.geometry.num_experts)
 
     def hidden(self, num_tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -60,7 +61,7 @@ class MeasuredExperts:
 
 
 def experts_in_memory(store: HostStore) -> list[Sequence[int]]:
-    """Return each layer's experts that are in memory; all of them, if these are too few."""
+    """Return each layer's experts that are in memory; all of the layer's if too few are."""
     found: list[Sequence[int]] = []
     for layer in store:
         every = range(layer.arrivals.num_experts)
@@ -75,7 +76,7 @@ def measure_profile(
 ) -> HardwareProfile:
     """Measure a model's experts on the CPU, the link, and both at once; the GPU table is the CPU's.
 
-    A device measures its own computation; for an emulated one the user gives it.
+    A device measures its own computation; an emulated device's speed is an option of the user.
     """
     bench, geometry = _Bench(experts), experts.geometry
     tokens, cpu, first = bench.cpu_tables()
@@ -127,7 +128,7 @@ def with_emulated_gpu(profile: HardwareProfile, speed: float) -> HardwareProfile
 def with_timed_steps(
     profile: HardwareProfile, prompt_tokens: int, prompt_seconds: float, step_seconds: float
 ) -> HardwareProfile:
-    """Return a profile whose dense part is the time of whole steps less their experts."""
+    """Return a profile whose dense times are those of whole steps less their experts' times."""
     shape = profile.shapes[0]
 
     def rest(tokens: int, seconds: float) -> float:
@@ -150,7 +151,8 @@ def experts_seconds(shape: ShapeCosts, tokens: int) -> float:
 def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProfile:
     """Return the profile of the same machine with another link.
 
-    The bandwidth that the CPU leaves to copies stays the same: a slower link is not slowed further.
+    The bandwidth that the CPU leaves to copies stays the same, so the CPU does not slow down a link
+    that needs less.
     """
     left = profile.link_bytes_per_second / profile.link_slowdown_while_computing
     shapes = tuple(
@@ -166,9 +168,9 @@ def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProf
 
 
 def seconds_each(one: float, many: float, several: int, least: float) -> float:
-    """Return the cost of one more expert, from batches of one and of several experts.
+    """Return the cost of one more expert, from the times of a batch of one and one of several.
 
-    The result is at least `least`, the cost of fewer tokens, so that noise never makes the table
+    The result is at least `least`, the cost for fewer tokens, so that noise never makes the table
     fall.
     """
     each = (many - one) / (several - 1) if several > 1 else one
@@ -176,7 +178,7 @@ def seconds_each(one: float, many: float, several: int, least: float) -> float:
 
 
 def beside(other: Callable[[], object], work: Callable[[], float]) -> float:
-    """Return the result of `work` while a thread repeats `other`."""
+    """Return the result of `work`, which runs while a thread repeats `other`."""
     stop = threading.Event()
 
     def keep_on() -> None:
@@ -193,7 +195,7 @@ def beside(other: Callable[[], object], work: Callable[[], float]) -> float:
 
 
 class _Bench:
-    """Runs batches of a store's experts in alternation."""
+    """Times batches and copies; each uses the store's next experts in turn."""
 
     def __init__(self, experts: MeasuredExperts) -> None:
         self._experts, self._store = experts, experts.store

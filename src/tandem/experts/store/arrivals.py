@@ -14,12 +14,12 @@ TENSOR_NAMES = (*WEIGHT_NAMES, *(f"{name}_bias" for name in WEIGHT_NAMES))
 
 
 class Arrivals:
-    """What has arrived of one MoE layer; `shapes` are those of its fused tensors."""
+    """What has arrived of one MoE layer, whose fused tensors have the given `shapes`."""
 
     def __init__(self, name: str, shapes: dict[str, tuple[int, ...]], num_spare: int = 0) -> None:
         """Expect (num_experts, ...) tensors by name.
 
-        A checkpoint may have tensors of `num_spare` more experts, which nothing reads.
+        The checkpoint may have tensors of `num_spare` more experts, which are never read.
         """
         self.name = name
         self.num_spare = num_spare

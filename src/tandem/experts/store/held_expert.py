@@ -15,15 +15,15 @@ class Extent(NamedTuple):
 
 
 class HeldExpert:
-    """An expert held in place until `let_go`; `with` first waits for its bytes.
+    """An expert whose bytes stay in place until `let_go`; a `with` statement first waits for them.
 
-    Without a host slot it is in memory permanently.
+    An expert without a host slot is in memory permanently.
     """
 
     __slots__ = ("_slot", "extents")
 
     def __init__(self, extents: list[Extent], slot: _native.HeldExpert | None = None) -> None:
-        """Hold what is at `extents`; bytes from a disk may still be arriving."""
+        """Hold the bytes at `extents`; with a `slot`, they may still be arriving from a disk."""
         self.extents, self._slot = extents, slot
 
     def has_come(self) -> bool:
@@ -36,7 +36,10 @@ class HeldExpert:
             self._slot.wait()
 
     def keep(self) -> None:
-        """Give host memory an expert that was taken back from a device: its bytes have arrived."""
+        """Keep in host memory an expert that was taken back from a device.
+
+        Must be called only once its bytes have arrived. The eviction may still refuse the expert.
+        """
         if self._slot is not None:
             self._slot.keep()
 

@@ -1,4 +1,4 @@
-"""How much memory this machine has free. Reads the operating system, nothing else."""
+"""How much memory this machine has free, as the operating system reports it."""
 
 import os
 import resource
@@ -27,7 +27,7 @@ def available_bytes() -> int:
 def process_bytes() -> int:
     """Return the memory that this process uses, including mapped files that it has read.
 
-    On systems that do not tell, the peak.
+    On systems that do not report this, the result is the peak.
     """
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -54,8 +54,9 @@ def total_bytes() -> int:
 
 
 def require_host_memory(num_bytes: int, available: int, *, what: str, formats: str = "") -> None:
-    """Raise `HostCapacityError` unless `num_bytes` are available; the message says what would
-    fit.
+    """Raise `HostCapacityError` if more than `available` bytes are needed.
+
+    `formats`, if given, is the message's advice on what would fit.
     """
     if num_bytes <= available:
         return

@@ -1,7 +1,7 @@
-"""The experts of a model, once, in host memory. Knows bytes; neither files nor routing.
+"""All experts of a model, stored once in host memory. Knows bytes, but neither files nor routing.
 
-One layer per MoE layer: plain tensors for the torch reference, or packed buffers for the native
-kernels. A layer is filled while the checkpoint streams in, and only read afterwards.
+The store has an entry per MoE layer: plain tensors for the torch reference, or packed buffers for
+the native kernels. A layer is filled while the checkpoint streams in, and only read afterwards.
 """
 
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ class HostStore:
     ) -> HostLayer:
         """Announce the next MoE layer; its memory is allocated when its tensors arrive.
 
-        `shapes` are those of the fused tensors; `expert_dtype` None keeps the source's dtype.
-        `num_spare` is as in `Arrivals`.
+        `shapes` are those of the fused tensors; `expert_dtype` None keeps the source's dtype. See
+        `Arrivals` for `num_spare`.
         """
         arrivals, number = Arrivals(name, shapes, num_spare), len(self._layers)
         layer: HostLayer

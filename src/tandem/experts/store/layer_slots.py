@@ -19,21 +19,21 @@ class LayerSlots:
     expert_bytes: int
 
     def hold(self, expert: int) -> HeldExpert:
-        """Hold an expert in its slot, or read it into one; waits until there is room.
+        """Hold an expert in its slot, or read it into a slot; waits until a slot is free.
 
         The calling thread must hold no other expert, or be able to release it independently.
         """
         return self._at(self.native.hold(self.number, expert))
 
     def try_hold(self, expert: int) -> HeldExpert | None:
-        """Hold an expert without waiting; None: there is no room now."""
+        """Hold an expert without waiting for a slot; None if no slot is free now."""
         held = self.native.try_hold(self.number, expert)
         return None if held is None else self._at(held)
 
     def take_back(self, expert: int) -> HeldExpert | None:
-        """Return room for the bytes of an expert that leaves a device; None: it is not worth it.
+        """Return room for the bytes of an expert that leaves a device; None if it gets no slot.
 
-        Call `keep` once they have arrived; without it the expert is forgotten.
+        Call `keep` once the bytes have arrived; otherwise they are discarded at `let_go`.
         """
         held = self.native.take_back(self.number, expert)
         return None if held is None else self._at(held)

@@ -1,8 +1,8 @@
 """A layer's experts in a packed format: one buffer per expert, which the native kernels read.
 
-Checkpoints with activation order (GPTQ's desc_act) sort the inputs of each matrix into groups of
-their own. Between the two projections that is an order of rows, and done while packing; the order
-of an expert's inputs is kept in `input_order`.
+Checkpoints with activation order (GPTQ's desc_act) sort the inputs of each matrix in an order of
+its own. For the second projection, packing puts the first projection's rows into that order; for
+the first projection, the order of the expert's inputs is kept in `input_order`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ STORED_ORDER_NAME = "input_order"
 class PackedLayer:
     """All experts of a layer as one (num_experts, expert bytes) tensor; packed as they arrive.
 
-    In a packed checkpoint each begins at a multiple of 4,096 bytes, with a gap before the next.
+    In a packed checkpoint each expert begins at a multiple of 4,096 bytes, and a gap follows it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PackedLayer:
         is_transposed: bool,
         is_interleaved: bool,
     ) -> None:
-        """Describe a layer by its source's orientation; memory is taken on arrival."""
+        """Describe a layer by its source's orientation; memory is allocated when tensors arrive."""
         self.layer = layer
         self.arrivals = arrivals
         self.layout = _layout(arrivals, fmt, is_transposed=is_transposed)
@@ -122,10 +122,11 @@ class PackedLayer:
     def put_codes(
         self, tensor_name: str, expert: int, coded: CodedMatrix, input_order: Tensor | None = None
     ) -> None:
-        """Place one expert's projection that is quantised already, row by row of its outputs.
+        """Store one expert's already quantised projection; each row of codes is an output's.
 
         Column j of the codes belongs to input `input_order[j]`. For the second projection, the
-        first one's rows are put into that order; for the first, `LayerCall` orders the inputs.
+        first projection's rows are put into that order; for the first, `LayerCall` orders the
+        inputs.
         """
         rows, cols = coded.codes.shape
         self.arrivals.check_expert(
@@ -153,9 +154,9 @@ class PackedLayer:
         self.arrivals.count(tensor_name, 1)
 
     def put_rows(self, tensor_name: str, experts: Sequence[Sequence[FileRows]]) -> None:
-        """Place all experts' projections from rows of a file: gate and up, or one matrix each.
+        """Store all experts' projections from rows of a file; each is gate and up, or one matrix.
 
-        Raises `ModelError` for scales that are not finite; nothing is stored then.
+        Raises `ModelError` for scales that are not finite; nothing is stored in that case.
         """
         placings: list[Placing] = []
         for expert, parts in enumerate(experts):
@@ -211,7 +212,7 @@ class PackedLayer:
             self.arrivals.count(tensor_name, self.arrivals.num_experts)
 
     def move_to(self, stored: dict[str, Tensor]) -> None:
-        """Use these tensors from now on; they hold what `stored` returned."""
+        """Use these tensors from now on; their values must be those that `stored` returned."""
         self._keep(stored[STORED_NAME])
         self.input_order = stored.get(STORED_ORDER_NAME)
 
@@ -219,23 +220,23 @@ class PackedLayer:
         self._stored, self._buffers = stored, stored[:, : self.layout.num_bytes]
 
     def weights(self, expert: int) -> ExpertWeights:
-        """Return one expert's values in fp32, [gate; up] and not transposed. Slow: unpacks."""
+        """Return one expert's unpacked fp32 weights, [gate; up] and not transposed. Slow."""
         return unpack_expert(self.layout, self.buffers[expert])
 
     def extents(self, expert: int) -> list[Extent]:
-        """Return the contents of a slot for an expert; a packed one is its own image."""
+        """Return the parts of an expert's image in a slot: its packed bytes, unchanged."""
         return [Extent(0, self.buffers[expert])]
 
     def hold(self, expert: int) -> HeldExpert:
-        """Return an expert's bytes, wherever it is; see `LayerSlots.hold`."""
+        """Return an expert's bytes, from the buffers or a host slot; see `LayerSlots.hold`."""
         return HeldExpert(self.extents(expert)) if self.slots is None else self.slots.hold(expert)
 
     def try_hold(self, expert: int) -> HeldExpert | None:
-        """Hold an expert without waiting; None: there is no room in memory now."""
+        """Hold an expert without waiting for a host slot; None if no slot is free now."""
         return self.hold(expert) if self.slots is None else self.slots.try_hold(expert)
 
     def take_back(self, expert: int) -> HeldExpert | None:
-        """Return memory for an expert that a device evicts; see `LayerSlots.take_back`."""
+        """Return a host slot for an expert that a device evicts; see `LayerSlots.take_back`."""
         return None if self.slots is None else self.slots.take_back(expert)
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
@@ -243,7 +244,7 @@ class PackedLayer:
         return unpack_expert(self.layout, image[: self.layout.num_bytes])
 
     def expected_bytes(self, source_dtype: torch.dtype) -> int:
-        """Return the bytes of the packed layer, whatever it is packed from."""
+        """Return the bytes of the packed layer, which do not depend on the source's dtype."""
         return self.num_bytes
 
     @property
@@ -263,7 +264,7 @@ class PackedLayer:
         return self.arrivals.num_experts * self.layout.num_bytes
 
     def _are_halves(self, tensor_name: str, parts: Sequence[Tensor]) -> bool:
-        """Whether gate and up are packed separately; otherwise they are joined first."""
+        """Tell whether gate and up are packed separately; otherwise they are joined first."""
         if tensor_name != "gate_up_proj" or self._is_interleaved or self.is_transposed:
             return False
         shape = (self.layout.intermediate_size, self.layout.hidden_size)

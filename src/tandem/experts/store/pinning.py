@@ -1,12 +1,12 @@
 """Pins the host store after it is filled, layer by layer, as far as device and system allow.
 
-Copies from pinned memory are faster and do not block the CPU; without it everything works, but
-slower.
+Copies from pinned memory are faster and do not block the CPU; without pinned memory everything
+works, but slower.
 
 A layer in ordinary memory is pinned in place. A layer in a mapped file (a packed checkpoint) is
-first copied to ordinary memory, if enough is free: not every system can pin pages of a file, and
-one that can copies them too. A layer that shares pages with other memory, so that the driver
-refuses it, is also copied. The first layer that cannot be pinned either way ends the attempt. For
+first copied to ordinary memory, if enough is free: not every system can pin a file's pages, and a
+system that can copies them anyway. A layer that the driver refuses, because it shares pages with
+other memory, is also copied. The first layer that cannot be pinned either way ends the attempt. For
 experts on a disk the host slots are pinned, layer by layer; their memory then stays allocated.
 """
 
@@ -46,7 +46,7 @@ def pin_store(
     is_mapped: Callable[[Tensor], bool] = lambda tensor: False,
     free_bytes: Callable[[], int] = available_bytes,
 ) -> Pinned:
-    """Pin layers in order until one cannot be; warn if some are left.
+    """Pin layers in order until one cannot be pinned; warn if some are left unpinned.
 
     `is_mapped` tells whether a tensor is in a mapped file.
     """
@@ -75,7 +75,7 @@ def pin_store(
 
 
 def pin_slots(slabs: Sequence[Tensor], pin: Pin) -> Pinned:
-    """Pin the memory of host slots in order until some cannot be; warn if some are left."""
+    """Pin host slots' memory in order until a part cannot be pinned; warn if some is left."""
     done = 0
     for slab in slabs:
         if slab.nbytes > 0 and not pin(slab):
@@ -103,7 +103,7 @@ def _no_more_pinned() -> str:
 
 
 def _pin_layer(layer: HostLayer, pin: Pin) -> int:
-    """Pin a layer's tensors in order; returns the bytes that are pinned now."""
+    """Pin a layer's tensors in order until one cannot be pinned; returns the pinned bytes."""
     done = 0
     for tensor in layer.stored().values():
         if not pin(tensor):
@@ -123,7 +123,7 @@ def _stored_bytes(layer: HostLayer) -> int:
 
 
 def _on_own_pages(tensor: Tensor) -> Tensor:
-    """Return a copy like packed weights' memory, which shares no page with anything else."""
+    """Return a copy that, like packed weights, shares no memory page with other data."""
     page = mmap.PAGESIZE
     memory = allocate(-(-tensor.nbytes // page) * page + page)
     begin = -memory.data_ptr() % page

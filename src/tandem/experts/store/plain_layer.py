@@ -1,4 +1,4 @@
-"""A layer's experts as plain torch tensors (bf16, fp16, fp32): what the torch reference reads."""
+"""A layer's experts as plain torch tensors (bf16, fp16, fp32), which the torch reference reads."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,10 @@ class PlainLayer:
     def __init__(
         self, layer: int, arrivals: Arrivals, *, is_transposed: bool, dtype: torch.dtype | None
     ) -> None:
-        """Describe a layer; `dtype` None keeps the source's. Memory is taken on arrival."""
+        """Describe a layer; memory is allocated when tensors arrive.
+
+        `dtype` None keeps the source's dtype.
+        """
         self.layer = layer
         self.arrivals = arrivals
         self.is_transposed = is_transposed
@@ -29,14 +32,14 @@ class PlainLayer:
         self._tensors: dict[str, Tensor] = {}
 
     def put(self, tensor_name: str, fused: Tensor) -> None:
-        """Take the fused tensor (num_experts, ...) of one projection or bias."""
+        """Store the fused tensor (num_experts, ...) of one projection or bias."""
         self.arrivals.check_fused(tensor_name, tuple(fused.shape))
         self._require_finite(tensor_name, fused)
         self._allocate(tensor_name, fused.dtype).copy_(fused)
         self.arrivals.count(tensor_name, self.arrivals.num_experts)
 
     def put_expert(self, tensor_name: str, expert: int, parts: Sequence[Tensor]) -> None:
-        """Take one expert's tensor, given in parts that are stacked along its first axis."""
+        """Store one expert's tensor, given in parts that are stacked along its first axis."""
         rows = sum(part.shape[0] for part in parts)
         self.arrivals.check_expert(tensor_name, (rows, *parts[0].shape[1:]))
         target = self._allocate(tensor_name, parts[0].dtype)[expert]
@@ -57,8 +60,8 @@ class PlainLayer:
     def adopt(self, stored_name: str, tensor: Tensor) -> None:
         """Keep a tensor of a packed checkpoint; it may be a view of a mapped file.
 
-        A tensor that is not aligned in its file is copied. Slots are aligned, and torch's products
-        differ in the last bit with the alignment of their operands.
+        A tensor that is not aligned in its file is copied, because slots are aligned, and torch's
+        products differ in the last bit with the alignment of their operands.
         """
         self.arrivals.check_fused(stored_name, tuple(tensor.shape))
         is_unaligned = tensor.data_ptr() % SECTION_ALIGNMENT_BYTES != 0
@@ -66,7 +69,7 @@ class PlainLayer:
         self.arrivals.count(stored_name, self.arrivals.num_experts)
 
     def move_to(self, stored: dict[str, Tensor]) -> None:
-        """Use these tensors from now on; they hold what `stored` returned."""
+        """Use these tensors from now on; their values must be those that `stored` returned."""
         self._tensors = dict(stored)
 
     def weights(self, expert: int) -> ExpertWeights:
@@ -74,7 +77,7 @@ class PlainLayer:
         return self._as_weights({name: tensor[expert] for name, tensor in self._tensors.items()})
 
     def extents(self, expert: int) -> list[Extent]:
-        """Return what a slot must receive to hold an expert: its tensors, one after another."""
+        """Return the parts of an expert's image in a slot: its tensors, one after another."""
         offsets = self._offsets()
         return [
             Extent(offsets[name], tensor[expert].reshape(-1).view(torch.uint8))
@@ -82,13 +85,13 @@ class PlainLayer:
         ]
 
     def hold(self, expert: int) -> HeldExpert:
-        """Return an expert's bytes, which always stay."""
+        """Return an expert's bytes, which are in memory permanently."""
         return HeldExpert(self.extents(expert))
 
     try_hold = hold
 
     def take_back(self, expert: int) -> None:
-        """Return None: the expert is in memory."""
+        """Return None: host memory already has the expert."""
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
         """Return views of the tensors that a slot holds."""
@@ -100,7 +103,7 @@ class PlainLayer:
         return self._as_weights(found)
 
     def expected_bytes(self, source_dtype: torch.dtype) -> int:
-        """Return the bytes of all tensors in the layer's dtype, or else in the source's."""
+        """Return the bytes of all tensors in the layer's dtype, or in the source's if None."""
         size = (self._dtype or source_dtype).itemsize
         return sum(math.prod(shape) * size for shape in self.arrivals.shapes.values())
 
@@ -110,7 +113,7 @@ class PlainLayer:
         return sum(aligned(tensor[0].nbytes) for tensor in self._tensors.values())
 
     def stored(self) -> dict[str, Tensor]:
-        """Return what a packed checkpoint holds of this layer, by name."""
+        """Return the layer's tensors for a packed checkpoint, by name."""
         return dict(self._tensors)
 
     @property

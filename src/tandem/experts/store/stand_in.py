@@ -1,6 +1,6 @@
 """A placeholder in a state dict for a tensor of the host store: it has a shape, but cannot be read.
 
-The state dict then has all names, and no file can be written without its experts.
+The state dict then lists all names, and writing it to a file fails instead of omitting the experts.
 """
 
 from typing import NoReturn
@@ -33,7 +33,7 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
     ) -> object:
-        """Refuse whatever reads values; let `state_dict` detach."""
+        """Refuse every operation but `detach`, which `state_dict` calls."""
         if func is torch.ops.aten.detach.default:
             return args[0]
         refuse_to_copy()
@@ -50,7 +50,7 @@ class StandIn(Tensor):
 
 
 def keep_elsewhere(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Make an experts module, whose tensors of these shapes are in the host store, refuse reads."""
+    """Make an experts module refuse reads of the tensors in `shapes`: the host store has them."""
     for name in shapes:
         empty = module.get_parameter(name).data
         setattr(module, name, KeptElsewhere(empty, requires_grad=False))
@@ -59,7 +59,7 @@ def keep_elsewhere(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> Non
 
 
 class KeptElsewhere(nn.Parameter):
-    """The empty parameter of an experts module; it refuses what would adapt the experts."""
+    """An experts module's empty parameter, which refuses to be wrapped by an adapter."""
 
     @property
     def ndim(self) -> NoReturn:  # type: ignore[override]
@@ -80,7 +80,7 @@ def _refuse_to_adapt() -> NoReturn:
 
 
 def refuse_to_load(*_: object) -> NoReturn:
-    """Refuse: a state dict cannot be loaded into packed weights."""
+    """Raise `ConfigError`, because a state dict cannot be loaded into packed weights."""
     raise ConfigError(
         "load_state_dict cannot write into weights that Tandem keeps or has packed; save the "
         'changed model with Transformers and load that with tandem.load, where dense_dtype="none" '

@@ -25,7 +25,7 @@ class LayerCounts:
     cpu_waited_seconds: float = 0.0
 
     def __add__(self, other: "LayerCounts") -> "LayerCounts":
-        """Return the sums of both."""
+        """Return the sum of each count."""
         return LayerCounts(*map(operator.add, astuple(self), astuple(other)))
 
 

@@ -31,7 +31,7 @@ class LayerExecuted(NamedTuple):
     plan_seconds: float = 0.0
     """Wall time of planning."""
     chosen: Tensor | None = None
-    """Without a load: the router's choice (n_tokens, top_k), valid only during the call."""
+    """If `load` is None: the router's choice (n_tokens, top_k), valid only during the call."""
 
 
 Listener = Callable[[LayerExecuted], None]

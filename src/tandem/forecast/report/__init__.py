@@ -1,3 +1,1 @@
-"""`tandem doctor --report`: tests a machine that the developers do not have, and writes one
-file.
-"""
+"""`tandem doctor --report`: tests a machine that the developers lack, and writes one file."""

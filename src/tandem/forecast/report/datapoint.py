@@ -26,7 +26,7 @@ HOLDS = (
 
 
 def write_datapoint(path: Path, record: Record, seconds: float) -> None:
-    """Write the file atomically; `ConfigError` if the disk refuses."""
+    """Write the file atomically; raises `ConfigError` if the disk refuses."""
     record = record.anonymous()
     profiles = [one.said.profile for one in record.speeds if one.said.profile is not None]
     speeds = [asdict(one) for one in record.speeds]
@@ -78,7 +78,7 @@ HEAD = (
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a datapoint; `FileFormatError` if the file is none."""
+    """Return the rows of a datapoint; raises `FileFormatError` if the file is not a datapoint."""
     try:
         found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         speeds = [one for one in found["speeds"] if one["state"] == "ok"]

@@ -43,7 +43,7 @@ def gpu() -> Said:
 
 
 def hand_over() -> Said:
-    """Hand layers over between a graph and a host thread, and time it."""
+    """Time the hand-over of layers between a graph and a host thread."""
     streams = CudaStreams()
     signals = find_signals(streams)
     if signals is None:
@@ -100,7 +100,7 @@ def pinned_copies() -> Said:
 
 
 def batched_copies() -> Said:
-    """Compare one call for several copies with one call each, in the host's time and the link's."""
+    """Time one call for several copies against one call per copy, on the host and on the link."""
     streams, host, target = _memories()
     _pin(streams, host)
     size = 4 * LEAST_BYTES
@@ -204,8 +204,9 @@ def broken_capture() -> Said:
 
 
 def small_model(device: str = "cuda") -> Said:
-    """Load a tiny model with half of its experts on the GPU; its steps must agree with the
-    CPU's.
+    """Compare a tiny model with half of its experts on the GPU with the same model on the CPU.
+
+    Raises `ExecutionError` if their logits disagree.
     """
     with TemporaryDirectory() as folder:
         checkpoint = save_tiny_model(Path(folder) / "tiny")

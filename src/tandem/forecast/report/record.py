@@ -23,7 +23,7 @@ _LEAST_NAME = 3  # characters; a shorter user name also occurs within words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What `tandem doctor --report` and `tandem datapoint` write about a machine."""
+    """The findings that `tandem doctor --report` and `tandem datapoint` write about a machine."""
 
     versions: Sequence[str]
     findings: Sequence[Finding]
@@ -45,7 +45,8 @@ class Record:
 def require_writable(path: Path, first_line: str, kind: str) -> None:
     """Raise `ConfigError` if a file cannot be written, or was written by something else.
 
-    A file that begins with `first_line`, of this `kind`, may be overwritten.
+    An existing file may be overwritten if it begins with `first_line`. `kind` names such files in
+    the message.
     """
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} is not a directory; make it, or name another file")
@@ -58,7 +59,7 @@ def require_writable(path: Path, first_line: str, kind: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically; `ConfigError` if the disk refuses."""
+    """Write a file atomically; raises `ConfigError` if the disk refuses."""
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False

@@ -1,4 +1,4 @@
-"""Compares three forecasts with measurements: how far `tandem plan` is off on this machine."""
+"""Compares forecasts with measurements: how far `tandem plan` is off on this machine."""
 
 import gc
 import math
@@ -87,8 +87,9 @@ def _seconds_of_others() -> float:
 
 
 def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Said:
-    """Forecast a shape's speed from few of its layers, in `rounds` rounds, then measure it
-    whole.
+    """Forecast a shape's speed from few of its layers, then measure it whole.
+
+    The forecast is measured in `rounds` rounds.
     """
     others = OtherPrograms()
     with TemporaryDirectory() as folder:
@@ -115,7 +116,7 @@ def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Sai
 
 
 def _cut_to_memory(shape: ModelShape, offload: OffloadConfig) -> ModelShape:
-    """Return a shape cut to the layers that fit in free memory beside those of the forecast."""
+    """Return a shape cut to the layers that fit in free memory beside the forecast's models."""
     whole = shape_sizes(shape, offload)
     layer_bytes = whole.experts_bytes / whole.num_moe_layers
     room = int(_SHARE_OF_MEMORY * available_bytes() / layer_bytes)
@@ -126,7 +127,7 @@ def _cut_to_memory(shape: ModelShape, offload: OffloadConfig) -> ModelShape:
 
 
 def on_gpu(shape: ModelShape, share: float, device: str = "cuda") -> Said:
-    """Simulate layers with a share of their experts on the GPU, then measure the same."""
+    """Simulate layers with a share of their experts on the GPU, then measure the same layers."""
     with TemporaryDirectory() as folder:
         offload = OffloadConfig(expert_dtype="int4", device=device, cache_dir=folder)
         place = "cpu" if device == "emulated" else device

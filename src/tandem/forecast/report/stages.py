@@ -1,8 +1,8 @@
 """Runs stages that try something on this machine, in a process that may crash or hang.
 
 A driver fault ends the process, and a wait inside a GPU cannot be undone. So a child process runs
-the stages; if it dies or takes too long, that stage has failed, and a new child continues with the
-next.
+the stages. If the child dies or takes too long, its present stage has failed, and a new child
+continues with the next stage.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _MOST_DETAILS = 4000  # characters of a traceback; its end says most
 
 
 class NotHereError(TandemError):
-    """The machine lacks what a stage needs; this is no fault."""
+    """The machine lacks what a stage needs, which is not a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class _Child:
 
 
 def _serve(connection: Connection, errors: str) -> None:
-    """Run in the child: run stages until the other end closes."""
+    """Run stages in the child process until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the parent is killed
     descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

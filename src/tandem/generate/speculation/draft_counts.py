@@ -1,4 +1,4 @@
-"""Counts steps by their number of drafted tokens, and by the reason for none."""
+"""Counts decode steps by their number of drafted tokens, or by the reason for having none."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ class DraftCounts:
     steps: Counter[int] = field(default_factory=Counter)
     """The number of steps by the number of drafted tokens verified."""
     num_unpaid: int = 0
-    """Steps without drafted tokens although the drafter had some: they would not have paid."""
+    """Steps without drafted tokens because the drafts that there were would not have paid."""
     saved_bytes: int = 0
     """Bytes of expert weights that drafting saved because accepted tokens shared experts, minus the
     bytes that only rejected tokens used; 0 if bytes are not counted."""
@@ -29,14 +29,16 @@ class DraftCounts:
         self.num_unpaid += is_unpaid
 
     def add_read(self, read: ExpertStatistics, before: ExpertStatistics, kept: float) -> None:
-        """Record what experts read in a step with drafted tokens; `kept` is the share that was
-        kept.
+        """Record the expert bytes that a step with drafted tokens has read.
+
+        `read` and `before` are the statistics after and before the step; `kept` is the share of its
+        tokens that were kept.
         """
         separate = read.separate_bytes - before.separate_bytes
         self.saved_bytes += round(separate * kept) - (read.touched_bytes - before.touched_bytes)
 
     def since(self, before: "DraftCounts") -> "DraftCounts":
-        """Return the difference to an earlier copy."""
+        """Return these counts minus an earlier copy of them."""
         return DraftCounts(
             self.steps - before.steps,
             self.num_unpaid - before.num_unpaid,

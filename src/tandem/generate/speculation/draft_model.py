@@ -27,24 +27,24 @@ class Guess(NamedTuple):
 
 
 class DraftModel:
-    """A draft model whose slots have the same numbers as those of the model that it drafts for."""
+    """A draft model; each sequence has the same slot number here as in the main model."""
 
     needs_hidden = False
-    """Whether it reads the hidden states that enter the main model's output head."""
+    """Whether the drafter reads the hidden states that enter the main model's output head."""
 
     def __init__(self, new_pool: NewPool, num_tokens: int) -> None:
-        """Draft tokens with ids below `num_tokens`; its slots are created on first use."""
+        """Draft tokens with ids below `num_tokens`; slots are created on first use."""
         self._new_pool, self._num_tokens = new_pool, num_tokens
         self._pool: CpuSlotPool | None = None
         self._main: SlotPool | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what it keeps of all sequences."""
+        """The bytes that the draft model's slots take."""
         return 0 if self._pool is None else self._pool.num_bytes
 
     def follow(self, main: SlotPool) -> None:
-        """Draft for the sequences of these slots from now on."""
+        """Draft from now on for the sequences in the slots of the main model."""
         if main is not self._main:
             self._main, self._pool = main, None
 
@@ -52,7 +52,11 @@ class DraftModel:
     def draft(
         self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
     ) -> dict[int, SureDraft]:
-        """Read the sequences' new tokens, draft, and forget the drafted tokens again."""
+        """Return drafts by slot; the slots then hold the sequences without drafted tokens.
+
+        `most` limits each draft's number of tokens. A draft ends when the probability of all its
+        tokens together falls below `least`.
+        """
         pool = self._slots()
         drafts = {slot: [guess] for slot, guess in self._catch_up(pool, histories).items()}
         with self._writing_on(pool, list(drafts)):
@@ -81,13 +85,13 @@ class DraftModel:
         return dict(zip(new, read(pool, new), strict=True))
 
     def _writing_on(self, pool: CpuSlotPool, slots: Sequence[int]) -> AbstractContextManager[None]:
-        """Take back the drafted tokens at the end of the context."""
+        """Inside, drafted tokens may be appended to slots; at the end they are removed."""
         return pool.on_trial(slots)
 
     def _written_on(
         self, pool: CpuSlotPool, drafts: Mapping[int, Sequence[Guess]]
     ) -> dict[int, Guess]:
-        """Return guesses after drafts of one length."""
+        """Return guesses of the next token after drafts, which must all have the same length."""
         lasts = {slot: guesses[-1].token for slot, guesses in drafts.items()}
         return dict(zip(lasts, _best(pool.decode(lasts)), strict=True))
 
@@ -98,7 +102,7 @@ class DraftModel:
         return self._pool
 
     def _possible(self, guesses: Sequence[Guess]) -> SureDraft:
-        """Return a draft up to the first token that the other model's vocabulary lacks."""
+        """Return a draft up to the first token that the main model's vocabulary lacks."""
         known = [*takewhile(lambda guess: guess.token < self._num_tokens, guesses)]
         return SureDraft([guess.token for guess in known], [guess.sureness for guess in known])
 

@@ -1,4 +1,4 @@
-"""The drafters by name; each is made for the model that it drafts for."""
+"""The drafters by name, each made for the model that verifies its drafts."""
 
 import time
 import warnings
@@ -29,7 +29,7 @@ from tandem.policy.speculation.step_costs import TOUCHED, StepCosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftParts:
-    """What drafters are made from."""
+    """The models and options from which drafters are made."""
 
     model: PreTrainedModel
     """The model that verifies the drafts."""
@@ -39,7 +39,7 @@ class DraftParts:
     shares_answers: bool = True
     """Whether prompt look-up searches earlier answers too, not just the request's own text."""
     mtp_from: Path | None = None
-    """The checkpoint that has the MTP layer, if the model's own has none."""
+    """The checkpoint that has the MTP layer, if the model's own checkpoint has none."""
 
 
 DRAFTERS: Registry[Drafting | DraftModel] = Registry("drafter")
@@ -76,10 +76,10 @@ def _mtp(parts: DraftParts) -> DraftModel:
 
 
 def new_speculation(name: str, parts: DraftParts) -> Speculation | None:
-    """Return the speculation with this name: "none", "auto" or a drafter; else `ConfigError`.
+    """Return the speculation with a name: "none" (returns None), "auto" or the name of a drafter.
 
-    It always includes prompt look-up, and a draft model if there is one. A drafter that cannot be
-    made gives a `TandemWarning`.
+    Except for "none", it includes prompt look-up, and the draft model if `parts` has one. Raises
+    `ConfigError` for an unknown name. A drafter that cannot be made gives a `TandemWarning`.
     """
     if name == "none":
         return None

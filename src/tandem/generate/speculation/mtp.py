@@ -1,7 +1,7 @@
-"""Drafts with a model's own MTP layers; the first reads what the model's output head reads.
+"""Drafts with a model's own MTP layers; the first layer reads the input of the model's output head.
 
-Layer i drafts the token i + 1 places after the last one, as Transformers' `MtpModel` does. Beyond
-that the last layer drafts repeatedly, each time from its own output for the last draft.
+Layer i drafts the token i + 1 places after the sequence's last token, as Transformers' `MtpModel`
+does. Further tokens are drafted by the last layer, each from its output for the token before.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from tandem.generate.speculation.mtp_layer import PROMPT_TOKENS, MtpLayer
 
 
 class MtpDrafter(DraftModel):
-    """Drafts with the layers in order, and then repeatedly with the last one."""
+    """Drafts one token with each MTP layer in order, and all further tokens with the last layer."""
 
     needs_hidden = True
 
     def __init__(self, layers: Sequence[MtpLayer], num_tokens: int) -> None:
-        """Draft tokens with ids below `num_tokens`; the layers are in order."""
+        """Draft tokens with ids below `num_tokens`; `layers` must be in order of depth."""
         super().__init__(layers[0].slots, num_tokens)
         self._layers = layers
         for layer, after in pairwise(layers):
@@ -31,7 +31,7 @@ class MtpDrafter(DraftModel):
         self._trials = ExitStack()
 
     def follow(self, main: SlotPool) -> None:
-        """Observe from now on what the model's slots read."""
+        """Record from now on the hidden states of the tokens that the main model's slots read."""
         if main is not self._main:
             for layer in self._layers:
                 layer.forget()
@@ -40,7 +40,10 @@ class MtpDrafter(DraftModel):
             main.on_hidden = self._note
 
     def _note(self, slot: int, first: int, hidden: Tensor) -> None:
-        """Record what the head has read of a slot's tokens from position `first` on."""
+        """Record the output head's inputs for a slot's tokens from position `first` on.
+
+        If there are more than `PROMPT_TOKENS`, all layers read them immediately.
+        """
         self._layers[0].note(slot, first, hidden)
         if len(hidden) > PROMPT_TOKENS and self._main is not None:
             for layer in self._layers:

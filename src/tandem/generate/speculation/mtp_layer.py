@@ -1,9 +1,9 @@
-"""One MTP layer in slots of its own, and the pairs that it reads there.
+"""One MTP layer with slots of its own, and the pairs that it reads into them.
 
 For each position the first layer reads a pair: the next token, and the model's hidden state at this
-position. Layer i reads the token i places later, and the output of layer i - 1 for its pair. A
-sequence's pairs may begin later than the sequence: positions are relative. Pairs are read once
-their tokens are certain; those of drafted tokens are read on trial.
+position. Layer i reads as its pair the token i places later, and the output of layer i - 1 at this
+position. A sequence's pairs may begin later than the sequence: positions are relative. Pairs are
+read when their tokens are certain; pairs of drafted tokens are read on trial.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,22 +23,22 @@ PROMPT_TOKENS = 32
 
 @dataclass(slots=True)
 class _Pairs:
-    """What is known of a sequence."""
+    """The pairs of one sequence: how many are read, and the hidden states of unread pairs."""
 
     start: int
     """Position of the slot's first pair."""
     first: int
     """Position of the first row of `rows`."""
     rows: Tensor
-    """Hidden states of the positions from `first` on, not read yet: (positions, width)."""
+    """Hidden states of unread pairs, from position `first` on: (positions, width)."""
 
     @property
     def num_read(self) -> int:
-        """Pairs that the slot holds."""
+        """The number of pairs that the slot has read."""
         return self.first - self.start
 
     def cut_to(self, num_read: int) -> None:
-        """Reduce the slot to `num_read` pairs; the outputs of the others become zero."""
+        """Make all pairs after the first `num_read` unread again, with zeros as hidden states."""
         gone = self.num_read - num_read
         self.rows = torch.cat([self.rows.new_zeros(gone, self.rows.shape[1]), self.rows])
         self.first -= gone
@@ -48,17 +48,17 @@ class MtpLayer:
     """One of a model's MTP layers; the first has depth 0."""
 
     def __init__(self, new_pool: NewPool, embedding: MtpEmbedding, depth: int) -> None:
-        """Use slots of `new_pool`; `embedding` joins each token with its hidden state."""
+        """Use slots of `new_pool`; `embedding` joins the token and the hidden state of a pair."""
         self._new_pool, self._embedding, self._depth = new_pool, embedding, depth
         self._pool: CpuSlotPool | None = None
         self._pairs: dict[int, _Pairs] = {}
         self._last: dict[int, Tensor] = {}
         self._tried: dict[int, Tensor] = {}
         self.after: MtpLayer | None = None
-        """The next MTP layer, which reads this one's outputs for certain pairs."""
+        """The next MTP layer, which reads this layer's outputs for certain pairs."""
 
     def forget(self) -> None:
-        """Drop all slots."""
+        """Drop all slots and pairs."""
         self._pool = None
         self._pairs.clear()
 
@@ -69,7 +69,7 @@ class MtpLayer:
         return self._pool
 
     def knows(self, slot: int) -> bool:
-        """Whether the layer has hidden states of a slot's sequence, read or not."""
+        """Tell whether the layer has pairs of a slot's sequence, read or unread."""
         return slot in self._pairs
 
     def num_waiting(self, slot: int) -> int:
@@ -77,8 +77,9 @@ class MtpLayer:
         return len(self._pairs[slot].rows) if slot in self._pairs else 0
 
     def note(self, slot: int, first: int, made: Tensor) -> None:
-        """Add the hidden states of a sequence's tokens up to position `first`, and its next
-        tokens.
+        """Add the hidden states `made` of a sequence's positions from `first` on.
+
+        They replace known hidden states from this position on, in later layers too.
         """
         self._cut(slot, first)
         known = self._pairs.get(slot)
@@ -90,7 +91,7 @@ class MtpLayer:
             self.after._cut(slot, 0)
 
     def _cut(self, slot: int, first: int) -> None:
-        """Drop a sequence's outputs from position `first` on, in later layers too."""
+        """Drop a sequence's hidden states from position `first` on, in later layers too."""
         known = self._pairs.get(slot)
         if known is not None and first <= known.start:
             del self._pairs[slot]
@@ -101,7 +102,7 @@ class MtpLayer:
             self.after._cut(slot, first)
 
     def read_certain(self, sequences: Mapping[int, Sequence[int]]) -> dict[int, Guess]:
-        """Read the pairs whose tokens are certain now; return guesses of the next tokens."""
+        """Read all unread pairs whose tokens are in `sequences`; return guesses of next tokens."""
         tokens: dict[int, Sequence[int]] = {}
         rows, firsts = [], {}
         for slot, sequence in sequences.items():
@@ -118,9 +119,9 @@ class MtpLayer:
     def read_tried(
         self, drafted: Mapping[int, Sequence[int]], before: "MtpLayer"
     ) -> dict[int, Guess]:
-        """Read the waiting pairs, then those with drafted tokens that the layer before has tried.
+        """Read on trial the unread pairs, then the pairs that layer `before` has read on trial.
 
-        The slots are on trial; the pairs keep waiting.
+        `drafted` are the drafted tokens by slot. The slots must be on trial; the pairs stay unread.
         """
         tokens, rows = {}, []
         for slot, new in drafted.items():
@@ -130,12 +131,12 @@ class MtpLayer:
         return self._read(tokens, rows, None)
 
     def write_on(self, lasts: Mapping[int, int]) -> dict[int, Guess]:
-        """Read the tokens drafted last, each with the layer's own last output."""
+        """Read each slot's last drafted token with the layer's last output; return guesses."""
         rows = [self._last[slot] for slot in lasts]
         return self._read({slot: (last,) for slot, last in lasts.items()}, rows, None)
 
     def _go_on(self, slot: int, sequence: Sequence[int]) -> None:
-        """Keep the pairs that were read in a slot, as far as the sequence is unchanged."""
+        """Cut a slot's read pairs to those whose tokens the sequence still has."""
         assert self._pool is not None
         pool, pairs = self._pool, self._pairs[slot]
         held = pool.held(slot)[: pairs.num_read]
@@ -156,9 +157,9 @@ class MtpLayer:
         rows: Sequence[Tensor],
         firsts: Mapping[int, int] | None,
     ) -> dict[int, Guess]:
-        """Read pairs of some slots; return guesses after each slot's last one.
+        """Read pairs of some slots; return a guess after each slot's last pair.
 
-        `firsts` are their positions; None: they are read on trial.
+        `firsts` are the positions of the slots' first pairs; None: the pairs are read on trial.
         """
         if not tokens:
             return {}

@@ -13,7 +13,7 @@ from tandem.hf.runtime import require_runtime
 def load_small(path: Path) -> PreTrainedModel:
     """Load a model on the CPU without requantising its linear layers; raises `TandemError`.
 
-    Those of a GGUF file keep their codes.
+    Linear layers of a GGUF file keep their codes.
     """
     checkpoint = open_model(path)
     model = load_checkpoint(checkpoint, small_options(checkpoint))
@@ -22,6 +22,6 @@ def load_small(path: Path) -> PreTrainedModel:
 
 
 def small_options(checkpoint: AnyCheckpoint) -> OffloadConfig:
-    """Return the options that a model to draft with is loaded with."""
+    """Return the options for loading a draft model."""
     dense_dtype = "none" if isinstance(checkpoint, Checkpoint) else "auto"
     return OffloadConfig(threads=1, dense_dtype=dense_dtype)

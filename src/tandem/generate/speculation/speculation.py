@@ -1,8 +1,8 @@
 """Decides which drafted tokens a decode step verifies, by measured costs.
 
-A step of more tokens takes longer, as it touches more experts; drafted tokens are right with some
-probability. `Speculation.choose` takes the drafts that give the most tokens per second, often none.
-The answer is the same in any case.
+A step of more tokens takes longer, because it reads more experts; each drafted token is right with
+some probability. `Speculation.choose` selects the drafts that give the most tokens per second,
+often none. The answer is the same in any case.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,36 +22,39 @@ class Speculation:
 
     ways: Sequence[Drafting]
     models: Sequence[DraftModel] = ()
-    """The draft models among `ways`, which write ahead in their own slots."""
+    """The draft models that `ways` use; they draft in slots of their own."""
     costs: StepCosts = field(default_factory=StepCosts)
     counts: DraftCounts = field(default_factory=DraftCounts)
     why_none: str | None = None
     """Why the latest steps could not verify drafted tokens, as one sentence."""
     experts: ExpertStatistics | None = None
-    """Counts the bytes of experts that steps read, from which `counts` computes the saved bytes."""
+    """Counts the expert bytes that steps read, for `counts.saved_bytes`; None: not counted."""
     on_kept: Callable[[int, int], None] | None = None
-    """Called like `note_kept`, after steps that verified drafted tokens."""
+    """Called with the arguments of `note_kept`, after each step that verified drafted tokens."""
     _read_before: ExpertStatistics | None = None
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether a drafter reads what the model's output head reads."""
+        """Whether a drafter reads the hidden states that enter the model's output head."""
         return any(model.needs_hidden for model in self.models)
 
     def follow(self, pool: SlotPool) -> None:
-        """Draft for the sequences of these slots from now on."""
+        """Draft from now on for the sequences in the slots of `pool`."""
         for model in self.models:
             model.follow(pool)
 
     def can_verify(self, pool: SlotPool) -> bool:
-        """Tell whether steps of these slots can verify drafted tokens; `why_none` says why not."""
+        """Tell whether steps of a pool can verify drafted tokens; if not, `why_none` says why."""
         self.why_none = pool.why_no_drafts
         return self.why_none is None
 
     def choose(
         self, histories: Mapping[int, Sequence[int]], rooms: Mapping[int, int], batch: int
     ) -> Drafts:
-        """Return the drafted tokens for the next step to verify, by `best_plan`; often none."""
+        """Return the drafted tokens that the next step should verify, by `best_plan`; often none.
+
+        `histories` are all tokens of the requests by slot; `rooms` limits their drafted tokens.
+        """
         plan = best_plan(self.ways, NextStep(histories, rooms, batch, self.costs))
         drafts = plan.drafts() if plan is not None and plan.is_worth else {}
         self.counts.add(sum(map(len, drafts.values())), is_unpaid=plan is not None and not drafts)
@@ -59,7 +62,10 @@ class Speculation:
         return drafts
 
     def note_kept(self, num_tokens: int, num_kept: int) -> None:
-        """Record how many tokens of a verifying step were kept, certain ones included."""
+        """Record that a verifying step computed `num_tokens` tokens and `num_kept` were kept.
+
+        Both numbers include the tokens that were not drafted.
+        """
         if self.experts is not None and self._read_before is not None:
             self.counts.add_read(self.experts, self._read_before, num_kept / num_tokens)
         if self.on_kept is not None:

@@ -11,9 +11,7 @@ from tandem.policy.speculation.step_shape import TouchedExperts
 
 
 def touched_experts(executor: Executor, cache: ExpertCache) -> TouchedExperts:
-    """Return the statistics of an executor's steps; it listens to layers as long as it is
-    referenced.
-    """
+    """Return the statistics of an executor's steps, updated as long as they are referenced."""
     touched = TouchedExperts(lambda: cache.planner)
     listener = _listener(weakref.ref(touched))
     executor.listeners.append(listener)

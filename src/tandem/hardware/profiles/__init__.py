@@ -1,4 +1,4 @@
-"""Hardware profiles that come with Tandem, and profile files measured here."""
+"""Hardware profiles that come with Tandem, and files of profiles measured on this machine."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 
 DATAPOINT, DATAPOINT_FORMAT = "datapoint", 1
-"""The key that a file of `tandem datapoint` has, which holds a profile, and its value."""
+"""The key that marks a file of `tandem datapoint`, which contains a profile; the key's value."""
 
 
 def profile_names() -> list[str]:
@@ -40,7 +40,7 @@ def load_profile(name_or_path: str) -> HardwareProfile:
 
 
 def _profile_in(text: str) -> str:
-    """Return the profile inside a datapoint's text, or the text itself, which may be a profile."""
+    """Return the profile inside a datapoint's text; any other text is returned unchanged."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -57,12 +57,12 @@ def _profile_in(text: str) -> str:
 
 
 def save_profile(profile: HardwareProfile, path: str | Path) -> None:
-    """Write a profile atomically; on an error only a warning is given."""
+    """Write a profile atomically; an `OSError` becomes a warning."""
     keep_file(Path(path), profile.to_json())
 
 
 def keep_file(path: Path, text: str) -> None:
-    """Write a file atomically; on an error only a warning is given."""
+    """Write a file of measurements atomically; an `OSError` becomes a warning."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def keep_file(path: Path, text: str) -> None:
 
 
 def shape_for(profile: HardwareProfile, model: str, geometry: Geometry) -> ShapeCosts:
-    """Return the costs of a traced model by name, else those of the most similar shape."""
+    """Return the costs of a traced model by name, else the costs of the most similar shape."""
     name = model.lower().rsplit("/", 1)[-1]
     for costs in profile.shapes:
         if costs.shape in name or name in costs.shape:

@@ -1,11 +1,11 @@
-"""Adapters: our modules for experts that do not use Transformers' experts interface.
+"""Adapters: modules for experts that do not use Transformers' experts interface.
 
-One file each. An adapter replaces a module of Transformers in a model that is about to be loaded.
-It keeps the module's other parts and holds its experts as an `AdaptedExperts`. Parameters have the
-names that Transformers gives the checkpoint's tensors; otherwise the adapter has `STACKED`, of
-`StackedRows`, or `SEPARATE`, the path of experts that a checkpoint may store one by one, each with
-three projections. A text model that Transformers has only together with a tower is here as a whole
-(`text_class`).
+Each architecture has one file. An adapter replaces a module of Transformers in a model that is
+about to be loaded. It keeps the module's other parts and holds its experts as an `AdaptedExperts`.
+Parameters have the names that Transformers gives the checkpoint's tensors. If they cannot, the
+adapter has `STACKED`, a tuple of `StackedRows`, or `SEPARATE`, the path of experts that a
+checkpoint may store one by one, each with three projections. A text model that Transformers has
+only together with a tower is a whole model here (`text_class`).
 """
 
 from collections.abc import Callable, Mapping
@@ -32,11 +32,11 @@ ADAPTERS: Mapping[str, Adapter] = {
 """The adapter for each class in `transformers.models`."""
 
 TEXT_MODELS: Mapping[str, str] = {"step3p5": "Step3p5ForCausalLM"}
-"""The class for each model type, whose file here has the model type as its name."""
+"""The class for each model type; the class is in the file here with the model type as its name."""
 
 
 def text_class(model_type: str) -> type[PreTrainedModel] | None:
-    """Return our class of a text model; None: Transformers has one, or none exists."""
+    """Return Tandem's class of a text model; None: Transformers has one, or none exists."""
     if model_type not in TEXT_MODELS:
         return None
     found: type[PreTrainedModel] = getattr(
@@ -55,12 +55,12 @@ def put_on_interface(model: PreTrainedModel) -> None:
 
 
 def stacked_rows(model: nn.Module) -> list[StackedRows]:
-    """Return which checkpoint tensors a model's adapters read in a layout of their own."""
+    """Return the stacked checkpoint tensors that a model's adapters read."""
     kinds = {type(module) for module in model.modules()}
     return [rows for kind in kinds for rows in getattr(kind, "STACKED", ())]
 
 
 def adapter_of(kind: type) -> Adapter | None:
-    """Return the adapter for modules of a class; None: they stay."""
+    """Return the adapter for modules of a class; None: the modules stay as they are."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     return ADAPTERS.get(name.removeprefix("transformers.models."))

@@ -13,7 +13,7 @@ class StackedRows(NamedTuple):
     """Checkpoint tensors in which the rows of all experts are stacked."""
 
     sources: tuple[str, ...]
-    """Suffixes of their names; each expert's rows of all of them are concatenated."""
+    """Suffixes of the tensors' names; an expert's rows of all these tensors are concatenated."""
     target: str
     """The suffix of the resulting parameter's name."""
     are_transposed: bool = False
@@ -21,9 +21,9 @@ class StackedRows(NamedTuple):
 
 
 class AdaptedExperts(nn.Module):
-    """Gated experts of a foreign module: its tensors under the interface's names, in its layout.
+    """Gated experts of a foreign module: its tensors in their layout, with the interface's names.
 
-    Only Tandem computes them: before their executor is bound, a call is a `ConfigError`.
+    Only Tandem computes them: a call before their executor is bound raises `ConfigError`.
     """
 
     has_gate, has_bias, has_post_expert_norm = True, False, False
@@ -38,9 +38,10 @@ class AdaptedExperts(nn.Module):
         *,
         is_transposed: bool = False,
     ) -> None:
-        """Take (num_experts, 2 * width, hidden_size) and (num_experts, hidden_size, width).
+        """Hold the experts' tensors.
 
-        With `is_transposed`, the last two dimensions change places.
+        `gate_up_proj` is (num_experts, 2 * width, hidden_size), `down_proj` is (num_experts,
+        hidden_size, width). If `is_transposed`, the last two dimensions are swapped.
         """
         super().__init__()
         self.config, self.act_fn, self.is_transposed = config, act_fn, is_transposed

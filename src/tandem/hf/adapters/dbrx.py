@@ -27,7 +27,7 @@ class DbrxExperts(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the weighted sum of each token's experts, in the shape of (..., hidden_size)."""
+        """Compute the weighted sum of each token's experts: (..., hidden_size) in and out."""
         hidden = hidden_states.flatten(0, -2)
         out: Tensor = self.mlp(hidden, top_k_index, top_k_weights)
         return out.view(hidden_states.shape)

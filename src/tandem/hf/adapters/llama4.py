@@ -1,4 +1,4 @@
-"""Llama 4: an expert's input is the hidden state times its score, and its output counts once."""
+"""Llama 4: an expert's input is the hidden state times its score; its output has weight 1."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts
 def with_image_outputs(model: ModelPart, config: PreTrainedConfig) -> ModelPart:
     """Add to a text model's outputs a field that the model with a tower reads; return the model.
 
-    Transformers 5.24 lacks that field, so that its own forward fails.
+    Transformers 5.24 does not set this field, so that the forward of its model with a tower fails.
     """
 
     def add(module: nn.Module, args: object, outputs: object) -> None:
@@ -24,7 +24,7 @@ def with_image_outputs(model: ModelPart, config: PreTrainedConfig) -> ModelPart:
 
 
 class Llama4Router(nn.Linear):
-    """Chooses a token's expert, and the factor that scales its input."""
+    """Chooses a token's expert, and the factor that scales the expert's input."""
 
     def __init__(self, router: ModelPart) -> None:
         """Take over a router's weights."""

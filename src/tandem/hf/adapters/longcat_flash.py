@@ -9,7 +9,8 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts
 class LongcatFlashExperts(AdaptedExperts):
     """The experts of a layer: those with weights, then those that return their input.
 
-    The router chooses among both. To the executor the latter are padding, which adds nothing.
+    The router chooses among both kinds. The executor treats experts without weights as padding,
+    which adds nothing.
     """
 
     def __init__(self, experts: ModelPart, config: PreTrainedConfig) -> None:

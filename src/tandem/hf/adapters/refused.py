@@ -14,5 +14,5 @@ hyphens)."""
 
 
 def why_no_adapter(model_type: str) -> str | None:
-    """Return why a model type has no adapter; None: it is unknown here."""
+    """Return why a model type has no adapter; None: `REFUSED` does not list it."""
     return REFUSED.get(model_type.replace("-", "_"))

@@ -1,6 +1,6 @@
-"""Step-3.5, and the text model of 3.7, which Transformers has only together with a tower.
+"""Step-3.5 and the text model of Step-3.7; Transformers has this model only beside a tower.
 
-Importing this needs a Transformers that has Step-3.7.
+Importing this module needs a Transformers version that has Step-3.7.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from tandem.foreign_types import PreTrainedConfig
 
 
 class Step3p5ForCausalLM(Step3p7PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """Transformers' text model, with the output head that it has beside a tower."""
+    """Transformers' text model of Step-3.7 with its output head, without the tower."""
 
     BESIDE_TOWER = "step3p7"  # its checkpoints have the same names
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -37,8 +37,9 @@ class Step3p5ForCausalLM(Step3p7PreTrainedModel, GenerationMixin):  # type: igno
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
-        """Return logits (batch, n_tokens, vocab_size), or only of the last `logits_to_keep`
-        tokens.
+        """Return logits (batch, n_tokens, vocab_size), or only the last `logits_to_keep` of them.
+
+        `logits_to_keep` may also be a tensor of token positions.
         """
         outputs = self.model(
             input_ids=input_ids,

@@ -7,7 +7,7 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts
 
 
 class Step3p7Experts(AdaptedExperts):
-    """The experts of a layer; larger ids are the router's padding and add nothing."""
+    """The experts of a layer; larger expert ids are the router's padding and add nothing."""
 
     def __init__(self, experts: ModelPart, config: PreTrainedConfig) -> None:
         """Take over the weights of a `Step3p7Experts`."""

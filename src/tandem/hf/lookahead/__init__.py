@@ -1,1 +1,1 @@
-"""Asks the next layer's router ahead."""
+"""Runs the next layer's router ahead, to predict its choice."""

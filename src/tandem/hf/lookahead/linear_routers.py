@@ -1,8 +1,8 @@
-"""Finds routers that a captured step can ask: a product, followed by its largest values.
+"""Finds routers that a captured step can run ahead: they choose a product's largest values.
 
-Whatever else a router does (a softmax, weights) does not matter: it qualifies if it chooses what
-the product chooses, for random states. A bias may follow a monotonic function of the product.
-Routers that choose by token id alone need not be asked.
+A router's other operations (a softmax, weights) do not matter: a router qualifies if it chooses
+what the product chooses, for random states. A bias may follow a monotonic function of the product.
+Routers that choose by token id alone need not be run ahead.
 """
 
 import itertools
@@ -26,7 +26,8 @@ _LEAST_EQUAL = 0.98
 class LinearRouter(NamedTuple):
     """Chooses the largest of weight (experts, hidden_size) times a state, plus bias (experts,).
 
-    A function of `SCORINGS` may be applied to the product before the bias.
+    The function of `SCORINGS` that `scoring` names, if any, is applied to the product before the
+    bias is added.
     """
 
     weight: Tensor
@@ -36,7 +37,7 @@ class LinearRouter(NamedTuple):
 
 @torch.no_grad()
 def linear_router(router: Router) -> LinearRouter | None:
-    """Return a router as a product; None if it chooses otherwise, or reads more than a state."""
+    """Return a router as a product; None if it chooses otherwise, or also reads token ids."""
     if router.reads_tokens:
         return None
     tensors = [*router.module.parameters(), *router.module.buffers()]
@@ -79,8 +80,9 @@ def _is_like(logits: Tensor, choice: Tensor) -> bool:
 
 
 def linear_routers(routers: Sequence[Router]) -> list[LinearRouter | None] | None:
-    """Return the routers as products, with None for those by token id; None if one is no
-    product.
+    """Return the routers as products; None if any of them is not a product.
+
+    The entry of a router that chooses by token id is None.
     """
     found = [None if is_by_token(r.module) else linear_router(r) for r in routers]
     pairs = zip(routers, found, strict=True)

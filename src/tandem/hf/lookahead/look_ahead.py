@@ -1,8 +1,9 @@
-"""Looks ahead: asks the next MoE layer's router what it would choose for this layer's state.
+"""Looks ahead: runs the next MoE layer's router on this layer's state to predict its choice.
 
-"gate" asks with the state as it is (HybriMoE), "residual" first adds the mean difference (DALI,
-equation 10). It runs between a layer's router and its experts, and changes nothing in the model. An
-opaque call reports what a router reads, so that recorded and captured steps report it too.
+"gate" runs the router on the state as it is (HybriMoE); "residual" first adds the mean difference
+(DALI, equation 10). Look-ahead runs between a layer's router and its experts, and changes nothing
+in the model. An opaque call reports each router's input, so that recorded and captured steps report
+it too.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ SOURCES = ("gate", "residual")
 
 
 class LookAhead:
-    """Follows a model's routers in every step; `look_ahead` of a hybrid executor."""
+    """Predicts the next layer's experts throughout a step; `look_ahead` of a hybrid executor."""
 
     def __init__(
         self, routers: Sequence[Router], residuals: Residuals, sources: Sequence[str]
@@ -37,8 +38,8 @@ class LookAhead:
         self.guesses: dict[str, Tensor] = {}
         """By source: the experts (n_tokens, top_k) predicted for the next layer."""
         self.cosines: list[tuple[float, float]] | None = None
-        """If set to a list: each call of a next router appends the cosine similarity between the
-        predicted and the true router input, averaged over tokens: (without, with the residual)."""
+        """If set to a list, each router but the first appends to it the cosine similarity between
+        its predicted and its true input, averaged over tokens: (without, with the residual)."""
         self._routers = routers
         self.sources = tuple(sources)
         self._hidden: Tensor | None = None  # what the last router read: (n_tokens, hidden_size)
@@ -50,9 +51,10 @@ class LookAhead:
         ]
 
     def for_graphs(self) -> list[AskedRouter | None] | None:
-        """Return the routers after the first in the form of captured steps; None: not all have it.
+        """Return the routers after the first as captured steps run them; None if impossible.
 
-        An entry is None for a router by token id, whose choice is known.
+        It is possible if "residual" is the only source, and each router is one product or chooses
+        by token id. The entry of a router by token id is None, because its choice is known.
         """
         linear = None if self.sources != ("residual",) else linear_routers(self._routers[1:])
         if linear is None:
@@ -77,7 +79,7 @@ class LookAhead:
         return listen
 
     def _hear(self, layer: int, hidden: Tensor, token_ids: Tensor | None) -> None:
-        """Record what a layer's router reads, and learn its difference from the last input."""
+        """Record a router's input, and learn its difference from the previous router's input."""
         if layer == 0 or token_ids is not None:
             self._token_ids = token_ids
         hidden = hidden.clone()  # a recorded step reuses its memory
@@ -98,7 +100,7 @@ class LookAhead:
         )
 
     def __call__(self, layer: int) -> tuple[Hint, ...]:
-        """Return the prediction for the next layer, after a layer's router has run."""
+        """Return the hints for the next layer; none unless the router of `layer` has just run."""
         self.guesses = {}
         if self._hidden is None or self._layer != layer or layer + 1 >= len(self._routers):
             return ()
@@ -132,10 +134,10 @@ def look_ahead(
     cache_path: Path,
     residuals_path: str | None = None,
 ) -> LookAhead | str:
-    """Return the object that looks ahead in a model, or a sentence why nothing can.
+    """Return a model's look-ahead, or a sentence that says why there cannot be one.
 
-    Residual vectors are read from `residuals_path`, otherwise from a calibration, otherwise they
-    are learned while the model runs.
+    Residual vectors are read from `residuals_path`, else from the model's calibration. Without
+    either, they are learned while the model runs.
     """
     routers = find_routers(model, bound)
     if isinstance(routers, str):

@@ -1,7 +1,7 @@
-"""DALI's residual vectors: the mean difference between a router's input and the one before.
+"""DALI's residual vectors: mean differences between the inputs of consecutive layers' routers.
 
-Running means over all tokens (equation 11), learned while the model runs, or fixed by `tandem
-calibrate` and kept with the model's identity.
+They are running means over all tokens (equation 11), either learned while the model runs, or fixed
+by `tandem calibrate` and kept with the model's identity.
 """
 
 import json
@@ -18,19 +18,20 @@ FORGET_AFTER_TOKENS = 1 << 16
 
 
 class Residuals:
-    """One vector per MoE layer but the last: mean of (next router's input - this router's)."""
+    """One vector per MoE layer but the last: mean of (next router's input - own router's input)."""
 
     def __init__(
         self, num_layers: int, hidden_size: int, device: torch.device | str = "cpu"
     ) -> None:
-        """Start with zeros, which is plain look-ahead, on the routers' device."""
+        """Start with zeros on the routers' device; with zeros, this is plain look-ahead."""
         self.means = torch.zeros(max(0, num_layers - 1), hidden_size, device=device)
         self.tokens = [0] * max(0, num_layers - 1)
         self.is_fixed = False
 
     def learn(self, layer: int, hidden: Tensor, following: Tensor) -> None:
-        """Add the inputs (n_tokens, hidden_size) of a layer's router and of the next one's to the
-        means.
+        """Update a layer's mean from router inputs (n_tokens, hidden_size), unless it is fixed.
+
+        `hidden` is the input of the layer's own router, `following` the input of the next layer's.
         """
         if self.is_fixed:
             return
@@ -58,7 +59,10 @@ class Residuals:
         hidden_size: int,
         device: torch.device | str = "cpu",
     ) -> "Residuals":
-        """Read fixed vectors; raises for a damaged file, or vectors of another model."""
+        """Read fixed vectors.
+
+        Raises `FileFormatError` for a damaged file, and `ConfigError` for vectors of another model.
+        """
         try:
             with np.load(path, allow_pickle=False) as archive:
                 means, meta = archive["means"], json.loads(str(archive["meta"]))

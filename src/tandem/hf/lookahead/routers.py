@@ -1,8 +1,8 @@
 """Finds a model's routers by observing one tiny forward pass; knows no architecture.
 
 A router is the submodule, near the experts, that returned the choice which the experts received. It
-can be asked again with another hidden state if its other inputs are stored in the model, are the
-step's token ids, or are no tensors.
+can be run again on another hidden state if each of its other inputs is stored in the model, is the
+step's token ids, or is not a tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,29 +20,29 @@ TOKEN_IDS = object()  # placeholder among a router's arguments for the ids of th
 
 
 class Router(NamedTuple):
-    """A router that can be asked about another layer's hidden state."""
+    """A router that can be run on another layer's hidden state."""
 
     module: nn.Module
     rest: tuple[object, ...]
     """The arguments after the hidden state; TOKEN_IDS stands for the ids."""
     options: dict[str, object]
     place: int
-    """The index of the choice among its outputs."""
+    """The index of the choice among the router's outputs."""
     hidden_size: int
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it reads the step's token ids."""
+        """Whether the router reads the step's token ids."""
         return any(part is TOKEN_IDS for part in (*self.rest, *self.options.values()))
 
     def token_ids(self, args: Sequence[object], options: dict[str, object]) -> Tensor | None:
-        """Return the token ids among the arguments of a call to it."""
+        """Return the token ids among the arguments of a router's call; None if there are none."""
         given = [*zip(self.rest, args[1:], strict=False)]
         given += [(part, options.get(name)) for name, part in self.options.items()]
         return next((x for part, x in given if part is TOKEN_IDS and isinstance(x, Tensor)), None)
 
     def choose(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Return the experts (n_tokens, top_k) that it chooses for a hidden state.
+        """Return the experts (n_tokens, top_k) that the router chooses for a hidden state.
 
         Calls `forward`, so that no hook of the module runs.
         """
@@ -61,7 +61,7 @@ class _Call(NamedTuple):
 
 
 def find_routers(model: PreTrainedModel, bound: Bound) -> list[Router] | str:
-    """Return every layer's router in the store's order, or a sentence why none can be asked."""
+    """Return each layer's router in the store's order, or a sentence that says why that fails."""
     names = {module: name for name, module in model.named_modules()}
     experts = {names[module]: layer for module, layer in bound}
     with _watch(experts, names) as (calls, choices):
@@ -92,7 +92,7 @@ def find_routers(model: PreTrainedModel, bound: Bound) -> list[Router] | str:
 def _watch(
     experts: dict[str, int], names: dict[nn.Module, str]
 ) -> Iterator[tuple[list[_Call], dict[str, Tensor]]]:
-    """Record what every module returns and what the experts receive."""
+    """Record the calls of modules that return integers, and the choice that experts receive."""
     calls: list[_Call] = []
     choices: dict[str, Tensor] = {}
 
@@ -127,7 +127,7 @@ def _nearest(
     names: dict[nn.Module, str],
     choice: Tensor,
 ) -> _Call | None:
-    """Return the call that made a choice, in the smallest block with only these experts."""
+    """Return the call that made a choice, in the smallest block without other experts."""
     block = name
     while block:
         block = block.rpartition(".")[0]
@@ -153,7 +153,7 @@ def _matches(output: object, choice: Tensor) -> bool:
 
 
 def _is_replayable(call: _Call, stored: set[int], ids: Tensor) -> bool:
-    """Tell whether all inputs but the hidden state are stored, token ids, or no tensors."""
+    """Tell whether each input but the hidden state is stored, is token ids, or is not a tensor."""
     rest = (*call.args[1:], *call.options.values())
     is_hidden = isinstance(call.args[0], Tensor) and call.args[0].is_floating_point()
     return is_hidden and all(
@@ -164,5 +164,5 @@ def _is_replayable(call: _Call, stored: set[int], ids: Tensor) -> bool:
 
 
 def _kept(part: object, ids: Tensor) -> object:
-    """Return the stored form of an argument; for token ids only a marker."""
+    """Return an argument as a `Router` stores it: token ids become `TOKEN_IDS`."""
     return TOKEN_IDS if _matches(part, ids) else part

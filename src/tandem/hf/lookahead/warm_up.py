@@ -1,4 +1,4 @@
-"""One tiny forward pass, to observe what configs name in many ways, or not at all.
+"""One tiny forward pass, which shows values that configs name in many ways, or not at all.
 
 It records how the experts modules are called: dtype, width, and number of experts per token.
 Nothing here lists architectures.
@@ -32,7 +32,7 @@ class ExpertsCall:
 
 
 class Observer(PassingExecutor):
-    """An executor that records its calls and lets the wrapped one compute them."""
+    """An executor that records its calls and passes them to the executor that it wraps."""
 
     def __init__(self, inner: Executor) -> None:
         """Wrap `inner`."""

@@ -1,4 +1,4 @@
-"""What a hybrid executor is made from: the observed model, and a device's parts."""
+"""The inputs from which a hybrid executor is built: the observed model and a device's parts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -54,12 +54,12 @@ class ObservedModel:
     runs_in_order: bool
     """Whether each token passes through all layers of the store exactly once, in order."""
     asked_routers: Sequence[AskedRouter | None] | None = None
-    """The routers after the first one, if a graph can ask them ahead. None entries: the choice is
-    known."""
+    """The routers after the first one, if a graph can run them ahead. The entry of a router whose
+    choice is known is None."""
 
     @property
     def model_type(self) -> str:
-        """The name of its architecture."""
+        """The name of the model's architecture."""
         return str(self.model.config.model_type)
 
     @property
@@ -69,11 +69,11 @@ class ObservedModel:
         return None if wanted is None else parse_bandwidth(wanted)
 
     def bind(self, executor: Executor) -> None:
-        """Make its experts modules compute through an executor from now on."""
+        """Make the model's experts modules compute through an executor from now on."""
         bind_all(self.bound, executor)
 
     def functions(self) -> ExpertFunctions:
-        """Return the functions around the projections of its first experts module."""
+        """Return the functions around the projections of the model's first experts module."""
         return expert_functions(self.bound[0][0])
 
     def cpu_kernels(self, on_busy: Callable[[float], None] | None = None) -> ExpertKernels:
@@ -81,7 +81,7 @@ class ObservedModel:
         return ExpertKernels(self.threads, on_busy=on_busy)
 
     def experts(self, kernels: ExpertKernels) -> MeasuredExperts:
-        """Return its experts for timing."""
+        """Return the model's experts for timing."""
         return MeasuredExperts(
             store=self.store,
             geometry=self.geometry,
@@ -92,9 +92,9 @@ class ObservedModel:
         )
 
     def native_layers(self, cache: ExpertCache) -> list[_native.RoutedLayer] | None:
-        """Return the layers in the form of captured steps; None if something needs plans.
+        """Return the layers in the form of captured steps; None if the steps need plans.
 
-        Steps are answered layer by layer: a layer that a token skips would be waited for.
+        Captured steps are answered layer by layer, and would wait for a layer that a token skips.
         """
         if not self.runs_in_order:
             return None
@@ -104,8 +104,8 @@ class ObservedModel:
     def machine(self, profile: HardwareProfile) -> Machine:
         """Return a profile's machine for this model, with the link that the options set.
 
-        Its times include the host's own work. Where experts are on a disk that the profile does not
-        know, its rate is measured.
+        The machine's times include the host's own work. If experts are on a disk whose rate the
+        profile lacks, the rate is measured.
         """
         rate, slots = self.link_bytes_per_second, self.host_slots
         profile = profile if rate is None else with_link(profile, rate)
@@ -127,8 +127,8 @@ class ObservedModel:
     def settings(self, machine: Machine, num_slots: int) -> PlannerSettings:
         """Return the planner's settings for a machine and its slots.
 
-        Steps in one graph fetch and copy ahead if a trial says that it pays. With experts on a disk
-        they copy ahead and ask routers only if the options say so.
+        Steps in one graph fetch and copy ahead if a simulated trial finds this faster. With experts
+        on a disk, they copy ahead and run routers ahead only if the options say so.
         """
         settings, slots, memory = self.options.planner_settings(), self.host_slots, None
         if slots is not None:
@@ -146,9 +146,10 @@ class ObservedModel:
 
 
 def observe(model: PreTrainedModel, runtime: Runtime) -> ObservedModel:
-    """Run a few tokens and record how the experts modules are called; leaves them bound to that.
+    """Run a few tokens and record how the experts modules are called.
 
-    Raises `UnsupportedModelError` for a model that cannot run on text alone.
+    The modules stay bound to the recording executor, so the caller must bind them again. Raises
+    `UnsupportedModelError` for a model that cannot run on text alone.
     """
     observer, store = Observer(runtime.cpu_executor()), runtime.store
     bind_all(runtime.bound, observer)
@@ -187,5 +188,6 @@ class DeviceParts:
     reserved_bytes: int = 0
     """Bytes of the share reserved for dense parts, KV cache and workspace."""
     captured: Callable[[ExpertCache], CapturedSteps | None] = lambda cache: None
-    """Returns what computes small decode steps without plans; None if the device cannot."""
+    """Returns the captured steps, which compute small decode steps without plans; None if the
+    device has none."""
     make_executor: Callable[[ExpertCache, Device, ExpertKernels], HybridExecutor] = HybridExecutor

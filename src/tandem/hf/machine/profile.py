@@ -25,7 +25,7 @@ def measured_profile(
 ) -> HardwareProfile:
     """Return the kept profile of this processor, format and shape; it is measured if missing.
 
-    Afterwards the experts modules must be bound again.
+    The caller must bind the experts modules again afterwards.
     """
     path = profile_path(observed, cache_dir)
     kept = None if refresh else kept_profile(path)
@@ -72,7 +72,7 @@ def profile_key(observed: ObservedModel) -> str:
 
 
 def _dense_seconds(observed: ObservedModel) -> Callable[[int], float]:
-    """Time everything but the experts, per MoE layer, and return it by token count."""
+    """Time everything but the experts; return the seconds per MoE layer as a function of tokens."""
     model, store = observed.model, observed.store
     observed.bind(NoExperts(store))
     seconds = []

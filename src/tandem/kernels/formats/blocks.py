@@ -1,4 +1,4 @@
-"""The memory layout: row-major words to blocks of 16 rows and back. Knows no numbers.
+"""The memory layout: row-major words to blocks of 16 rows and back. Ignores what words mean.
 
 Every format is one transposition: four bytes of a row (2, 4 or 8 columns) make a dword, and a block
 holds the first dwords of its 16 rows, then the second ones, and so on. Scales are laid out the same
@@ -29,11 +29,11 @@ FLOAT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class CodedMatrix:
-    """Weights as codes, row by row: what quantising gives and what packing places.
+    """Weights as codes, row by row: the result of quantising and the input of packing.
 
     `codes` is (rows, cols): uint8 as the layout stores them (whole numbers with their offset added,
     mxfp4's e2m1 bits, fp8's e4m3 bits), or bfloat16 / float16 for formats without groups.
-    `scales` and `minima` are (rows, groups); fp8's scales are repeated for every row. Of formats
+    `scales` and `minima` are (rows, groups); fp8's scales are repeated for every row. In formats
     with super-blocks they are int8 (nvfp4: e4m3 as uint8), to be multiplied by `super_scales` and
     `super_minima`, fp16 (rows, super-blocks), or fp32 if a super-block is a row.
     """
@@ -45,7 +45,7 @@ class CodedMatrix:
     super_minima: Tensor | None = None
 
     def rows(self, chosen: slice | Tensor) -> "CodedMatrix":
-        """Return some rows; a slice returns views."""
+        """Return the chosen rows; a slice gives views."""
         return self.with_each(lambda part: part[chosen])
 
     def with_each(self, change: Callable[[Tensor], Tensor]) -> "CodedMatrix":
@@ -110,7 +110,7 @@ class MatrixBlocks:
         )
 
     def write(self, fmt: WeightFormat, first_block: int, coded: CodedMatrix) -> None:
-        """Place rows, which must fill whole blocks and groups, from a block on."""
+        """Place rows, which must fill whole blocks and groups, from block `first_block` on."""
         stop = first_block + coded.codes.shape[0] // ROWS_PER_BLOCK
         if fmt.encoding.grid is not None:
             self._write_lines(fmt, slice(first_block, stop), coded)
@@ -152,7 +152,7 @@ class MatrixBlocks:
             self.scales[chosen].view(torch.float16).copy_(_to_blocks(coded.super_scales))
 
     def _factors(self) -> Tensor:
-        """Return the factors that form all of the scales, row by row."""
+        """Return the factors, row by row; the scales' memory must hold nothing else."""
         assert self.scales is not None
         return _from_blocks(self.scales.view(torch.float16))
 
@@ -162,8 +162,8 @@ class _SuperLines:
     """Views of super-blocks' scales: first the factors, then the groups' bytes.
 
     `supers` is (blocks, super-blocks, lines, 16) fp16 or fp32, `groups` (blocks, super-blocks,
-    groups, lines, 16); line 0 has the scales, line 1 the minima. Nibbles are one line: a scale,
-    and its minimum above it.
+    groups, lines, 16); line 0 has the scales, line 1 the minima. Nibbles have one line: a byte has
+    a scale in the low nibble and its minimum in the high nibble.
     """
 
     supers: Tensor

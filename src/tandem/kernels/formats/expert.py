@@ -1,5 +1,6 @@
-"""One expert as one contiguous buffer, so that a fetch is one copy; its parts are written in
-turn.
+"""One expert as one contiguous buffer, so that a fetch is a single copy.
+
+The parts of the buffer are written separately.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from tandem.kernels.reference import ExpertWeights
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of an expert's buffer; an absent one has length 0."""
+    """A section of an expert's buffer; an absent section has length 0."""
 
     offset: int
     num_bytes: int
@@ -99,7 +100,7 @@ class ExpertLayout:
         return 2 if self.is_gated else 1
 
     def up_half(self, buffer: Tensor, half: int) -> MatrixBlocks:
-        """View the blocks of one half of the up matrix: 0 the gate (or all of it), 1 the up."""
+        """View the blocks of a half of the up matrix: 0 is gate (or up if not gated), 1 is up."""
         data, scales = self.up.of(buffer), self.up_scales.of(buffer)
         blocks = MatrixBlocks.over(self.format, self.up_rows, self.hidden_size, data, scales)
         return blocks.every_nth(self.num_halves, half)
@@ -136,7 +137,7 @@ def unpack_expert(layout: ExpertLayout, buffer: Tensor) -> ExpertWeights:
 
 
 def half_rows(layout: ExpertLayout, half: int, is_interleaved: bool) -> slice:
-    """Return the source's rows of one half."""
+    """Return which rows of a checkpoint's first projection belong to a half."""
     inner = layout.intermediate_size
     if is_interleaved:
         return slice(half, None, layout.num_halves)
@@ -158,7 +159,7 @@ def round_up(
 ) -> list[Rounding]:
     """Return the rounding jobs for the first projection's halves, (inner rows, hidden_size).
 
-    `out` is a zeroed buffer; `importance` is that of the inputs, (hidden_size,).
+    `out` must be a zeroed buffer; `importance` (hidden_size,) is that of the inputs.
     """
     name = f"{name}: the first projection"
     return [
@@ -178,7 +179,7 @@ def round_down(
 def write_up_bias(
     layout: ExpertLayout, bias: Tensor, *, is_interleaved: bool, out: Tensor, name: str
 ) -> None:
-    """Write the bias of the first projection, which follows its rows, into a zeroed buffer."""
+    """Write the first projection's bias, ordered as its rows, into a zeroed buffer."""
     _require_bias(layout, bias, f"{name}: the first projection")
     for half in range(layout.num_halves):
         lanes, own = layout.up_bias_half(out, half), bias[half_rows(layout, half, is_interleaved)]

@@ -25,8 +25,9 @@ class FileBlocks:
     """Rows of blocks in a mapped file: (rows, bytes) uint8, contiguous.
 
     `kind` is ggml's number of the blocks' type. `order` (rows,) int64 has each row's index in the
-    source; None: the same. `table` maps each of 256 codes to the format's; None: the same. `factor`
-    (fp32) multiplies the values of a format with factors per row; None: 1.
+    file; None keeps the file's order. `table` maps each of 256 codes to the format's code; None
+    keeps the codes. `factor` (fp32) multiplies the values of a format with factors per row; None
+    means 1.
     """
 
     rows: npt.NDArray[np.uint8]
@@ -68,9 +69,10 @@ class FileFields:
 
     `words` is (rows, words) int32, or its bytes, of any strides. Where eight rows share a word,
     `words` is (rows / 8, cols), and `places` has a nibble per row: the row's field in the word. The
-    format's width is that of the codes. `flip` has the bits of a code that are inverted. `scales`
-    and `minima` are (rows, groups), for fp8 (rows / 128, groups), rounded up; they may be views
-    that repeat. One of their groups may be several of the format's. `factor` is as in `FileBlocks`.
+    codes must have the format's width. `flip` is the mask of a code's bits that are inverted.
+    `scales` and `minima` are (rows, groups), for fp8 (rows / 128, groups), rounded up; they may be
+    views that repeat. A group of theirs may cover several groups of the format. `factor` is as in
+    `FileBlocks`.
     """
 
     words: Tensor
@@ -106,7 +108,7 @@ class FileFields:
         )
 
     def rows_at(self, chosen: slice) -> "FileFields":
-        """Return some rows, each with its own words and scales."""
+        """Return the chosen rows; no two rows may share words or scales."""
         if self.places or len(self.scales) != self.num_rows:
             raise ValueError("rows that share words or scales, expected some for each")
         words, minima = self.words[chosen], self.minima
@@ -129,10 +131,10 @@ class Placing(NamedTuple):
 
 
 def write_file_rows(placings: Sequence[Placing]) -> None:
-    """Place rows into matrices; `ModelError` names the first with a scale that is not finite.
+    """Place rows into matrices; `ModelError` names the first matrix with a non-finite scale.
 
-    For fields, also one with a scale or an e4m3 code that the format does not hold exactly. Uses as
-    many threads as torch, without the GIL; mapped files are read ahead.
+    For `FileFields`, the error also occurs for a scale or an e4m3 code that the format does not
+    hold exactly. Uses as many threads as torch, without the GIL; mapped files are read ahead.
     """
     if _place(placings):
         return

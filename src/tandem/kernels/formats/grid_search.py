@@ -1,11 +1,11 @@
 """The best lines, scales and factors for formats with a grid (IQ2 and IQ3): the reference.
 
-A group's scale is an odd multiple of its super-block's factor. For a scale s, a line g has the
-error s * (s * sum(w g g) - 2 * sum(w |x| g)) plus a constant, so every line of the grid is tried.
-For chosen lines and multiples m, the factor of least error is sum(w |x| m g) over sum(w m m g g).
-It makes all values too small in proportion to the error, and this adds up over layers. So the final
-factor is the one that makes their products with the weights right, sum(w x x) over sum(w |x| m g).
-Sums run in the native order.
+A group's scale is an odd multiple of its super-block's factor. For weights x of importance w and a
+scale s, a line g has the error s * (s * sum(w g g) - 2 * sum(w |x| g)) plus a constant, so every
+line of the grid is tried. For chosen lines and multiples m, the factor of least error is
+sum(w |x| m g) over sum(w m m g g). That factor makes all values too small in proportion to the
+error, and the loss adds up over layers. The final factor is therefore sum(w x x) over
+sum(w |x| m g), with which sum(w x value) is sum(w x x). Sums are added in the native code's order.
 """
 
 from dataclasses import dataclass, replace
@@ -29,8 +29,9 @@ _SUPER_COLS = 256
 class _Fit:
     """A choice of lines and scales for super-blocks.
 
-    `lines` is (rows, places) int64, `steps` (rows, groups) fp32, the others (rows, supers). `along`
-    and `square` are the products of values before the factor, with the weights and with themselves.
+    `lines` is (rows, places) int64, `steps` (rows, groups) fp32; the other tensors are (rows,
+    supers). `along` is the weighted sum of products of the weights with the values before the
+    factor, and `square` is the weighted sum of squares of these values.
     """
 
     lines: Tensor
@@ -45,8 +46,8 @@ def round_to_lines(
 ) -> CodedMatrix:
     """Round (rows, groups, group_size) fp32 weights; `importance` is (groups, group_size).
 
-    Each super-block takes the better of the plain and the searched scales. Weights too large for
-    fp16 factors get one that is not finite.
+    Each super-block uses the better of the plain and the searched scales. Weights too large for
+    fp16 factors get a factor that is not finite.
     """
     grid = _GridWeights(x, importance, fmt)
     fit = grid.stretched(grid.fit_scales(grid.peaks / grid.largest))
@@ -93,7 +94,7 @@ class _GridWeights:
         return self._sums(self.weighed.unflatten(1, (-1, self._line_cols)), self.magnitudes)
 
     def _sums(self, weights: Tensor, numbers: Tensor) -> Tensor:
-        """Sum (rows, places, line_cols) times (lines, line_cols) by halves, as the tables do."""
+        """Sum (rows, places, line_cols) times (lines, line_cols) by halves, as native tables do."""
         halves = []
         for columns in torch.arange(self._line_cols, device="cpu").chunk(2):
             first, *others = columns.tolist()
@@ -153,7 +154,7 @@ class _GridWeights:
         return _Fit(lines, steps, (along * _inverse(square)).half().float(), along, square)
 
     def stretched(self, fit: _Fit) -> _Fit:
-        """Return a fit with the factor that makes products with the weights right."""
+        """Return a fit with the final factor (see the module), limited by `MOST_STRETCH`."""
         most = fit.along * _inverse(fit.square) * MOST_STRETCH
         factor = torch.minimum(self._energy * _inverse(fit.along), most)
         return replace(fit, factor=factor.half().float())
@@ -162,8 +163,8 @@ class _GridWeights:
 def _without_signs(sizes: Tensor, signs: Tensor, *, is_even: bool) -> tuple[Tensor, Tensor]:
     """Return weighted magnitudes (rows, cols) and signs.
 
-    If eight signs must have an even number of negative ones, the least important weight gets the
-    wrong sign: its magnitude is then negative.
+    If each eight columns must have an even number of negative signs and have an odd number, the
+    weight of least weighted magnitude gets the wrong sign, and its magnitude is made negative.
     """
     if not is_even:
         return sizes, signs.long()

@@ -1,4 +1,4 @@
-"""Codes and scales of formats with a grid, from a row's words and back; the torch reference."""
+"""Converts words of formats with a grid to codes and scales, and back: the torch reference."""
 
 from functools import cache
 
@@ -15,11 +15,10 @@ _EIGHTS = _SUPER_COLS // 8
 
 
 def read_words(fmt: WeightFormat, words: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes (rows, cols) uint8, scales (rows, groups) int8, and the fp16 factors if stored
-    there.
+    """Return codes (rows, cols) uint8, scales (rows, groups) int8, and fp16 factors or None.
 
-    `words` is (rows, words) int32. A code is the number's index in its grid's magnitudes, with its
-    sign above.
+    `words` is (rows, words) int32. A code is a number's index in its grid's magnitudes, with the
+    number's sign in the bit above. Factors are None if the words do not hold them.
     """
     grid, supers = _grid(fmt), words.long().unflatten(1, (-1, _grid(fmt).words))
     lines = _numbers(supers, grid.low, _SUPER_COLS // grid.line_cols)
@@ -83,7 +82,7 @@ def lines_of(fmt: WeightFormat) -> Tensor:
 
 @cache
 def _numbers_of_lines(fmt: WeightFormat) -> Tensor:
-    """Return each line's number by its 16 bits, -1 for bits that are no line."""
+    """Return a table from the 16 bits of a line to its index; -1 for bits that form no line."""
     numbers = torch.full((1 << 16,), -1, device="cpu")
     lines = lines_of(fmt)
     numbers[lines] = torch.arange(len(lines), device="cpu")
@@ -123,7 +122,7 @@ def _joined(numbers: Tensor, count: int, bits: int) -> Tensor:
 
 
 def _eight_signs(grid: Grid, signs: Tensor) -> Tensor:
-    """Return a bit for each of eight columns."""
+    """Return the signs of eight columns, a bit each."""
     if grid.signs.width == 1:
         return signs * 255
     if grid.signs.width == 7:

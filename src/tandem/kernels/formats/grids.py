@@ -34,10 +34,10 @@ class Grid:
     low: BitField
     """The low eight bits of each line's index."""
     high: BitField | None
-    """The bits of the index above them."""
+    """The higher bits of each line's index; None if eight bits suffice."""
     signs: BitField
-    """Sign bits of eight columns: one that shifts all (IQ1), seven with the eighth from even
-    parity, or eight."""
+    """Sign bits of eight columns: one bit that shifts all eight (IQ1), seven bits with the eighth
+    from even parity, or eight bits."""
     scales: BitField
     """The scale of each group is twice this number plus one."""
     factor: BitField | None = None

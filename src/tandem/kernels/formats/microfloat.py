@@ -1,4 +1,4 @@
-"""Round groups to small floating-point numbers: MXFP4 and NVFP4 (e2m1), and block FP8 (e4m3)."""
+"""Rounds groups to small floating-point numbers: MXFP4 and NVFP4 (e2m1), and block FP8 (e4m3)."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def fit_mxfp4(
     """Return e2m1 codes 0..15 (like `x`, whole numbers) and uint8 E8M0 scales (rows, groups).
 
     `x` is (rows, groups, 32) fp32, `peak` (rows, groups) its largest magnitudes. Without the search
-    the exponent follows the OCP MX rule: the peak's own minus 2, which saturates peaks above
+    the exponent follows the OCP MX rule: the peak's exponent minus 2, which saturates peaks above
     6 * 2^e. The search also tries the exponents above and below; the lower one may be better if
     the peak has little importance.
     """
@@ -60,8 +60,8 @@ def _e2m1_error(magnitude: Tensor, exponent: Tensor, importance: Tensor | None) 
 def round_nvfp4(x: Tensor, peak: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return e2m1 codes (like `x`), e4m3 scales (rows, groups) uint8, and fp32 factors (rows, 1).
 
-    `x` is (rows, groups, 16) fp32, `peak` (rows, groups) its largest magnitudes. As NVIDIA rounds:
-    a row's factor lets its largest group have the largest scale.
+    `x` is (rows, groups, 16) fp32, `peak` (rows, groups) its largest magnitudes. As NVIDIA
+    rounds, a row's factor gives the row's largest group the largest scale.
     """
     factors = peak.amax(1, keepdim=True) / (_E2M1_MAX * E4M3_MAX)
     scales = (peak / (_E2M1_MAX * torch.where(factors == 0, 1.0, factors))).clamp_(max=E4M3_MAX)

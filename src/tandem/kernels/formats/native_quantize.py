@@ -31,9 +31,9 @@ class Rounding(NamedTuple):
 def quantize_natively(roundings: Sequence[Rounding], *, has_search: bool = True) -> bool:
     """Round matrices with as many threads as torch has; mapped files are read ahead.
 
-    Codes and scales are `quantize`'s except for the order of sums, and the same for every
-    instruction set. Returns False, perhaps with some blocks written, if a weight is not finite or
-    too large for its format, or if a dtype or a format has no native rounding.
+    Codes and scales equal those of `quantize` except for the order of sums, and are the same with
+    every instruction set. Returns False, possibly after writing some blocks, if a weight is not
+    finite or too large for its format, or if a dtype or a format has no native rounding.
     """
     if any(r.weight.dtype not in _DTYPES or r.format.kind not in _ROUNDED for r in roundings):
         return False

@@ -23,9 +23,9 @@ _CHUNK_WEIGHTS = 1 << 18  # weights that the reference rounds at a time
 class PackedMatrix:
     """A (rows, cols) matrix in the layout that the kernels read.
 
-    `data` is flat uint8, `scales` flat in its own dtype (float16; uint8 for bytes and for
-    super-blocks; float32 for fp8), or None for formats without groups, and
-    for `iq1_m`, which has all among its codes.
+    `data` is flat uint8. `scales` is flat, in float16, uint8 (scales of one byte, super-blocks) or
+    float32 (fp8). It is None for formats without groups, and for `iq1_m`, whose `data` includes
+    the scales.
     """
 
     format: WeightFormat
@@ -89,7 +89,7 @@ def write_weight(
 
 
 def write_weights(roundings: Sequence[Rounding], *, has_search: bool = True) -> None:
-    """Round several matrices on all cores; their `importance` is not padded yet.
+    """Round several matrices on all cores; their `importance` must not be padded.
 
     Raises `ModelError` with the name of a matrix that is not finite or too large for its format.
     """
@@ -102,7 +102,7 @@ def write_weights(roundings: Sequence[Rounding], *, has_search: bool = True) -> 
 
 
 def _column_importance(rounding: Rounding) -> Tensor | None:
-    """Return the columns' importance, including padding; None: all are equal."""
+    """Return the importance of the columns, including padding; None if all columns are equal."""
     _, fmt, weight, _, importance = rounding
     cols, width = weight.shape[1], fmt.padded_cols(weight.shape[1])
     if importance is None and not fmt.encoding.has_zero and width > cols:

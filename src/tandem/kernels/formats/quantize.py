@@ -1,4 +1,4 @@
-"""Rounds weights to a format: which rule each format follows. Knows values, not memory layouts."""
+"""Rounds weights to a format by that format's rule. Knows values, not memory layouts."""
 
 import torch
 from torch import Tensor
@@ -45,9 +45,9 @@ def quantize(
     """Round (rows, cols) fp32 weights, whole blocks and whole groups, to codes and scales.
 
     The scale of each group minimises sum(importance * (weight - value)^2); `importance` is (cols,),
-    None means equal weights. Without the search, and always for fp8, the scale is that of the
-    largest magnitude. Raises `ModelError` with `name` for NaN, infinity, weights too large for the
-    format, and `iq1`.
+    None means equal importance. Without the search, and always for fp8 and nvfp4, the scale follows
+    from the largest magnitude. Raises `ModelError` with `name` for NaN, infinity, weights too large
+    for the format, and formats `iq1_s` and `iq1_m`.
     """
     if fmt.kind.startswith("iq1"):
         raise ModelError(
@@ -134,7 +134,7 @@ def _stored(codes: Tensor) -> Tensor:
 
 
 def _require_finite(found: Tensor, source: Tensor, fmt: WeightFormat, name: str) -> None:
-    """Raise `ModelError` if something is not finite: the source itself, or only what it became."""
+    """Raise `ModelError` if `found` is not finite, because of `source` or because of rounding."""
     if found.isfinite().all():
         return
     if not source.isfinite().all():

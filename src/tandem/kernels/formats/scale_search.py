@@ -1,9 +1,10 @@
-"""The scale of each group that loses least: candidates, each refitted to its codes.
+"""Finds each group's scale of least error among candidates, each refitted to its codes.
 
-For fixed codes q the best scale has a closed form, sum(w x q) / sum(w q q), and the same two sums
-give its squared error. So a candidate costs one rounding and two sums, and the search picks the
-refitted scale, already rounded to fp16, of least error. The plain scale of the largest magnitude
-("absmax") is the first candidate, hence no group ever gets worse than that.
+For weights x of importance w and fixed codes q, the best scale has a closed form,
+sum(w x q) / sum(w q q), and the same two sums give its squared error. So a candidate costs one
+rounding and two sums, and the search picks the refitted scale, already rounded to fp16, of least
+error. The plain scale of the largest magnitude ("absmax") is the first candidate, so no group gets
+a larger error than with the plain scale.
 
 Each candidate is a code to which a group's peak is scaled before rounding. These codes were chosen
 greedily by error on the demo model and on Gaussian weights (docs/formats.md).
@@ -43,8 +44,8 @@ def fit_symmetric(
     """Return codes (like `x`, whole numbers) and fp16 scales (rows, groups).
 
     `x` is (rows, groups, group_size) fp32, `peak` (rows, groups) the weight of largest magnitude
-    with its sign, `importance` (groups, group_size). One code in `peak_codes`: no search. Groups
-    too large for fp16 get an infinite scale.
+    with its sign, `importance` (groups, group_size). A single code in `peak_codes` means no search.
+    Groups whose scale is too large for fp16 get an infinite scale.
     """
     peaks = torch.tensor(peak_codes, device="cpu")[:, None, None]
     scales = (peak / peaks).half()  # (candidates, rows, groups)
@@ -76,8 +77,8 @@ def fit_table(
 ) -> tuple[Tensor, Tensor]:
     """Return stored codes (like `x`, uint8) and fp16 scales (rows, groups) of a format's table.
 
-    The arguments are those of `fit_symmetric`. The search puts the peak at fractions of either end
-    of the table, and refits.
+    The arguments are those of `fit_symmetric`. The search scales the peak to several shares of
+    either end of the table, and refits each scale.
     """
     weights = torch.ones((), device="cpu") if importance is None else importance
     table = fmt.encoding.table

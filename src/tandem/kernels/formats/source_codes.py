@@ -1,4 +1,4 @@
-"""Codes of checkpoints that are quantised already: checked, and taken over without rounding."""
+"""Checks the codes of already quantised checkpoints, and converts them without rounding."""
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ def coded_matrix(
     `codes` is (rows, cols): whole numbers -8..7 for int4, -128..127 for int8, 0..15 for int4z and
     for mxfp4 (e2m1 bits, sign highest); float8_e4m3fn or its bits as uint8 for fp8. `scales` is
     (rows, groups): floating-point, uint8 E8M0 for mxfp4; for fp8 (rows / 128, cols / 128), rounded
-    up. `zeros` (rows, groups) belongs to int4z alone: value = (code - zero) * scale, of which zero
-    * scale is rounded to fp16. Raises `ModelError` with `name` for what does not fit exactly.
+    up. `zeros` (rows, groups) is for formats with minima (int4z): value = (code - zero) * scale,
+    where zero * scale is rounded to fp16. Raises `ModelError` with `name` for numbers that do not
+    fit exactly.
     """
     if fmt.group_size is None:
         raise ModelError(f"{name}: {fmt.name} has no codes and scales; use pack for its weights")
@@ -56,7 +57,7 @@ def minima_of(zeros: Tensor, scales: Tensor) -> Tensor:
 
 
 def stored_matrix(coded: CodedMatrix, name: str) -> CodedMatrix:
-    """Return a matrix of stored codes unchanged; `ModelError` for scales that are NaN."""
+    """Return a matrix of stored codes unchanged; `ModelError` for scales that are not finite."""
     for part in coded.parts[1:]:
         if part is not None and part.is_floating_point():
             _require_finite(part, f"{name}'s scales")
@@ -91,7 +92,7 @@ def _require_e8m0(scales: Tensor, name: str) -> Tensor:
 
 
 def _exact_half(values: Tensor, name: str) -> Tensor:
-    """Return the same numbers as fp16; a bfloat16 scale of at least 2^-17 always fits."""
+    """Return the same numbers as fp16; a bfloat16 scale from 2^-17 to 65,280 always fits."""
     _require_finite(values, name)
     half = values.half()
     changed = half.float() != values.float()

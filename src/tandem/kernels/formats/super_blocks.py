@@ -1,4 +1,4 @@
-"""Round groups to formats with super-blocks: scales and minima are bytes of a super-scale."""
+"""Rounds groups to formats with super-blocks: scales and minima are bytes times a super-scale."""
 
 from dataclasses import replace
 
@@ -25,8 +25,8 @@ def round_to_supers(
     """Return the codes of (rows, groups, group_size) weights for the best of some fits.
 
     A fit is a scale for each group, (rows, groups), and perhaps a minimum. Both are rounded to
-    bytes times a super-scale, and the weights are rounded with the result. Each super-block takes
-    the fit with the least error; `is_stretched`: whose products with the weights are then right.
+    bytes times a super-scale, and the weights are rounded with the result. Each super-block uses
+    the fit of least error. If `is_stretched`, super-scales are then enlarged as in `_stretched`.
     """
     best, least = None, torch.empty(0, device="cpu")
     for scales, minima in fits:
@@ -44,9 +44,10 @@ def round_to_supers(
 def _stretched(
     x: Tensor, coded: CodedMatrix, importance: Tensor | None, fmt: WeightFormat
 ) -> CodedMatrix:
-    """Return the codes with super-scales that make products with the weights right.
+    """Return the codes with super-scales for which sum(w x value) is sum(w x x).
 
-    Scales of least error make all values too small (as for grids).
+    Here x is a weight and w its importance. Scales of least error make all values too small, as
+    for formats with grids. The super-scales grow at most by `MOST_STRETCH`.
     """
     weighed = x if importance is None else x * importance
     values = decode(coded, fmt).view(x.shape)

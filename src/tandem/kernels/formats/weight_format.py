@@ -1,4 +1,4 @@
-"""The weight formats by name: what each stores and what it costs. Knows no tensors."""
+"""The weight formats by name: what each format stores, and in how many bytes. Uses no tensors."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +23,7 @@ WHOLE_ROW = -1  # number of columns of a super-block: the whole row
 
 
 def aligned(num_bytes: int, alignment_bytes: int = SECTION_ALIGNMENT_BYTES) -> int:
-    """Return the smallest multiple of the section alignment that is at least `num_bytes`."""
+    """Return the smallest multiple of `alignment_bytes` that is at least `num_bytes`."""
     return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
@@ -44,8 +44,8 @@ class Encoding:
     offset: int = 0
     """Stored code = code + offset, so this is the stored code of zero."""
     super_cols: int = 0
-    """Columns of a super-block, whose scales (and minima) share a factor; 0: one factor per row, or
-    none."""
+    """Columns of a super-block, whose scales (and minima) share a factor; `WHOLE_ROW`: one factor
+    per row; 0: no factors."""
     table: tuple[float, ...] = ()
     """Values of the stored codes of table formats, in the format's own units (powers of two)."""
     grid: Grid | None = None
@@ -103,7 +103,7 @@ def _super_blocks(
 
 
 def _table(number: int, values: tuple[float, ...], *, scale: Scale = "int8") -> Encoding:
-    """Return the encoding of codes that are looked up: llama.cpp's IQ types."""
+    """Return the encoding of codes that index a table of values: llama.cpp's IQ4 types."""
     bits, supers = (len(values) - 1).bit_length(), 256 if scale == "int8" else 0
     codes = (0, len(values) - 1)
     return Encoding(number, bits, "table", scale, codes=codes, super_cols=supers, table=values)
@@ -125,7 +125,7 @@ def _with_signs(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _of_grid(number: int, name: str, values: tuple[float, ...]) -> Encoding:
-    """Return the encoding of codes that form lines of a grid; `values` is their number per line."""
+    """Return the encoding of a grid's codes; `values` are its magnitudes, or IQ1's values."""
     table = values if name.startswith("iq1") else _with_signs(values)
     bits = (len(table) - 1).bit_length()
     return Encoding(
@@ -304,15 +304,16 @@ ALIASES = {
 
 
 def find_expert_format(name: str) -> ExpertFormat:
-    """Return the format with this name, or with two names joined by "+"; raises as
-    `find_format`.
+    """Return the format with this name, or with two names joined by "+".
+
+    Raises the same error as `find_format`.
     """
     up, _, down = name.partition(_AND)
     return expert_format(find_format(up), find_format(down or up))
 
 
 def find_format(name: str) -> WeightFormat:
-    """Return the format of a name or alias, in any case; `ConfigError` names the nearest names."""
+    """Return the format of a name or alias, in any case; `ConfigError` lists similar names."""
     by_name, lower = {fmt.name: fmt for fmt in FORMATS}, name.lower()
     try:
         return by_name[ALIASES.get(lower, lower)]

@@ -24,7 +24,7 @@ def visible(place: Tensor, position: Tensor, window: int, chunk: int = 0) -> Ten
 
 
 def by_query_head(selected: Tensor | None, group: int) -> Tensor | None:
-    """Expand what KV heads see, (n_tokens, heads, positions), to a mask of query heads."""
+    """Expand a mask of KV heads, (n_tokens, heads, positions), to a mask of query heads."""
     if selected is None or selected.dim() == 2:
         return selected
     return selected.repeat_interleave(group, 1).transpose(0, 1)
@@ -39,9 +39,10 @@ def attention(
     sinks: Tensor | None,
     bias: BiasOf | None = None,
 ) -> Tensor:
-    """Attend (b, h, n, d) to (b, h, m, d); `sinks` (h, n or 1, 1) take a share of the softmax.
+    """Attend with `q` (b, h, n, d) to `k` and `v` (b, h, m, d).
 
-    `bias` returns what is added to some queries' scores.
+    `sinks` (h, n or 1, 1) take a share of the softmax. `bias` returns what is added to the scores
+    of some queries.
     """
     if not form.softcap and sinks is None and bias is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=form.scale)

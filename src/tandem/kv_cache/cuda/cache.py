@@ -1,9 +1,9 @@
 """Keys and values on a GPU at fixed addresses, which a captured decode step can read.
 
-Like `KvCache`, by slots and without padding. Decode steps use kernels that look up each text's
-length and each layer's memory on the device, so that nothing is captured again when either grows.
-Without such kernels everything is torch, also on the CPU: a step then reads the filled part rounded
-up to a power of two (the *attended length*), masked by position.
+Like `KvCache`, this cache has slots and needs no padding. Decode steps use kernels that look up
+each sequence's length and each layer's memory on the device, so that nothing is captured again when
+either grows. Without such kernels torch computes everything, also on the CPU. A step then reads the
+filled positions, rounded up to a power of two (the *attended length*), with a mask.
 """
 
 import gc
@@ -60,9 +60,9 @@ class StaticKvCache(SlotCache):
     ) -> None:
         """Hold `num_slots` slots of `capacity` tokens; `make_room` frees memory if it can.
 
-        Keys and values are stored in `kv_dtype`. In decode steps `kernels` attend, `window_kernels`
-        do so for windows with compressed keys, `state_kernels` advance states, and `stream_kernels`
-        mix the model's residual streams; None: torch.
+        Keys and values are stored in `kv_dtype`. In decode steps, `kernels` attend,
+        `window_kernels` attend to windows with compressed keys, `state_kernels` advance states, and
+        `stream_kernels` mix residual streams. Where these are None, torch computes instead.
         """
         super().__init__(num_slots)
         self.stream_kernels = stream_kernels
@@ -88,12 +88,12 @@ class StaticKvCache(SlotCache):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Triton kernels do as much of a decode step as they can."""
+        """Whether decode steps use Triton kernels wherever these apply."""
         return self.stream_kernels is not None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the cache takes now, including copies of states on the host."""
+        """The KV cache's current size in bytes, including copies of states on the host."""
         return self.kv_bytes + self.states.num_bytes
 
     @property
@@ -120,15 +120,15 @@ class StaticKvCache(SlotCache):
 
     @property
     def form(self) -> tuple[int, bool, bool]:
-        """What a captured step depends on besides its size; constant with kernels."""
+        """The properties on which a captured step depends besides its size; fixed with kernels."""
         return self.attended_length, self._is_aligned, self.states.have_log
 
     def begin_decode(self, counts: Mapping[int, int], num_tokens: int) -> None:
         """Announce the next tokens of some slots (`counts` by slot), and queue the step's inputs.
 
-        There are few step sizes; padding tokens fill the rest. They write after the tokens of the
-        shortest slot, whose length does not change. All but the first token of a slot may be taken
-        back by `truncate`.
+        Padding tokens fill the step up to `num_tokens`. They write after the tokens of the shortest
+        slot, whose length does not change. All but the first token of a slot may be taken back by
+        `truncate`.
         """
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
         self._announce(segments, is_decoding=True)
@@ -152,7 +152,7 @@ class StaticKvCache(SlotCache):
 
     @property
     def takes_prompt_steps(self) -> bool:
-        """Whether `begin_prompt_step` can announce the layers' prompts; known behind a forward."""
+        """Whether prompts can be announced by `begin_prompt_step`; False before any forward."""
         layers = self._layers.values()
         plain = self._kernels is not None and all(layer.has_values for layer in layers)
         others = self.states or self.has_compressed or self.prompt_windows
@@ -161,8 +161,8 @@ class StaticKvCache(SlotCache):
     def begin_prompt_step(self, slot: int, count: int, num_tokens: int) -> None:
         """Announce a prompt's next `count` tokens as a step of `num_tokens`, which kernels compute.
 
-        Its inputs are those of a decode step, so that it can be captured. Padding tokens come last;
-        all are written behind the slot's contents.
+        The step has the inputs of a decode step, so that it can be captured. Padding tokens come
+        last; all of them write to the position after the prompt's tokens.
         """
         first = self.lengths[slot]
         self._announce([Segment(slot, first, count)], is_decoding=True)
@@ -187,7 +187,7 @@ class StaticKvCache(SlotCache):
     def reachable(self, slot: int, length: int) -> int:
         """Return how many of its first `length` tokens a slot can continue from.
 
-        None if a ring no longer has what the next token sees.
+        0 if a ring no longer has what the next token sees.
         """
         length = super().reachable(slot, length)
         return length if self.windows.rings.reaches(slot, length) else 0
@@ -213,7 +213,8 @@ class StaticKvCache(SlotCache):
     ) -> Tensor:
         """Store the step's new index keys of a layer; return a mask of what its tokens see.
 
-        (n_tokens, positions), or by head; otherwise as `IndexStore.select`.
+        The mask is (n_tokens, positions), or (n_tokens, heads, positions) if each head selects for
+        itself. A step that selects keys gets their numbers, as in `DeviceIndexKeys.of_step`.
         """
         if self._kernels is not None:
             raise NotInSlotsError("kernels attend to all positions")
@@ -253,8 +254,8 @@ class StaticKvCache(SlotCache):
     def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
         """Tell whether the step's tokens attend to latents as stored.
 
-        In prompts that is cheaper for few tokens after a long text than expanding the text's
-        latents: it needs twice as many operations per head and position as are counted here.
+        In a prompt this is cheaper than expanding the latents if few tokens follow a long text. The
+        two costs are compared in multiplications per head and position.
         """
         if self.is_decoding:
             return True
@@ -312,7 +313,7 @@ class StaticKvCache(SlotCache):
         return lambda some: whole[:, :, some]
 
     def _layer(self, call: AttentionCall) -> LayerMemory:
-        """Return the expected layer, for keys and values of this kind."""
+        """Return the expected layer, which is created on first use for keys like the call's."""
         number = self._expected_layer()
         if number not in self._layers:
             stored = stored_dtype(self._kv_dtype, call.key.dtype)
@@ -356,9 +357,10 @@ class StaticKvCache(SlotCache):
         self.capacity = capacity  # only now: without memory for all layers the old one holds
 
     def _read_slots(self) -> slice | Tensor:
-        """Return the slots that the step's tokens read: one each in order, all the same, or any.
+        """Return an index of the slots that the step's tokens read.
 
-        Reading any slots copies them.
+        It is a slice if there is only one slot, or if token i reads slot i. Otherwise it is a
+        tensor, with which reading copies the slots.
         """
         if len(self.lengths) == 1:
             return slice(1)
@@ -366,7 +368,7 @@ class StaticKvCache(SlotCache):
 
 
 def _with_mask(call: AttentionCall) -> AttentionCall:
-    """Return a call with the mask of `select`, which models' code has converted to integers."""
+    """Return a call whose selection is a mask again; models' code has converted it to integers."""
     return call if call.selected is None else call._replace(selected=call.selected != 0)
 
 

@@ -1,7 +1,7 @@
 """Index keys on a GPU at fixed addresses, which decide what a layer's tokens see.
 
-Like `IndexStore`, but the result is a mask whose size depends only on the step's, so that the step
-can be captured. Where keys are selected instead of positions, a step gets their numbers.
+Unlike in `IndexStore`, the result is a mask whose shape depends only on the step's form, so that
+the step can be captured. If keys are selected instead of positions, a step gets the keys' numbers.
 """
 
 import torch
@@ -28,7 +28,7 @@ class DeviceIndexKeys(KeptIndexKeys):
     """Index keys on a GPU."""
 
     def __init__(self, num_slots: int, zeros: Zeros, kernels: DecodeKernels | None = None) -> None:
-        """Start empty, for `num_slots` slots; `kernels` select keys; None: torch."""
+        """Start empty, for `num_slots` slots; without `kernels`, torch selects keys."""
         super().__init__(num_slots, zeros)
         self._kernels = kernels
 
@@ -40,11 +40,11 @@ class DeviceIndexKeys(KeptIndexKeys):
         query: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        """Store a prompt's new keys (n_tokens, any); return what its tokens see.
+        """Store a prompt's new keys (n_tokens, any); return a mask of what its tokens see.
 
-        `query` is (n_tokens, heads, dim), `weights` (n_tokens, heads). The result is (n_tokens,
-        positions up to the last token's), or keys; (n_tokens, heads, positions) if each head
-        selects for itself.
+        `query` is (n_tokens, heads, dim), `weights` (n_tokens, heads). The mask is (n_tokens,
+        positions up to the last token's), or (n_tokens, keys) if keys are selected. It is
+        (n_tokens, heads, positions) if each head selects for itself.
         """
         (slot, first, count), selection = segment, new.selection
         end, block, of_key = first + count, selection.block, selection.key_block
@@ -83,10 +83,10 @@ class DeviceIndexKeys(KeptIndexKeys):
         query: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        """Store the new keys of a step; return what its tokens see of `length` positions.
+        """Store the new keys of a step; return a mask of which of `length` positions tokens see.
 
-        `read` chooses whose keys each token scores, as in `StaticKvCache`. For keys the result is
-        their numbers (n_tokens, most), -1 where there are fewer.
+        `read` is the index of the slots whose keys the tokens score, as in `StaticKvCache`. If keys
+        are selected, the result is their numbers (n_tokens, most), padded with -1.
         """
         slots, positions = places.slots, places.positions
         selection, block = new.selection, new.selection.block
@@ -124,9 +124,9 @@ def last_of_blocks(tokens: Tensor, first: int, block: int) -> Tensor:
 
 
 def number_of_key(positions: Tensor, block: int, room: int) -> Tensor:
-    """Return the numbers of the keys that a step's tokens add, one for each block of tokens.
+    """Return the numbers of the keys that a step's tokens add, one key per block of tokens.
 
-    Tokens that end no block get the last number that there is room for.
+    Tokens that end no block get the number `room` - 1, whose key is never read.
     """
     if block == 1:
         return positions
@@ -134,26 +134,27 @@ def number_of_key(positions: Tensor, block: int, room: int) -> Tensor:
 
 
 def num_keys(length: int, block: int) -> int:
-    """Return how many keys are read for `length` positions: at least one, which may not exist."""
+    """Return how many keys are read for `length` positions: at least 1, even if none exists."""
     return max(1, length // block)
 
 
 def whole_keys(places: Tensor, block: int, length: int) -> Tensor:
-    """Return the numbers of the keys that tokens see if they see all earlier ones; -1 for
-    others.
+    """Return the numbers (n_tokens, keys) of keys, with -1 for keys of blocks not yet whole.
+
+    Tokens see these keys if no key is left out.
     """
     seen = are_whole(places, block, length)
     return torch.where(seen, torch.arange(seen.shape[1], device=places.device), -1)
 
 
 def are_whole(places: Tensor, block: int, length: int) -> Tensor:
-    """Tell which keys of `length` positions tokens see if they see all earlier ones."""
+    """Tell which keys of `length` positions tokens see if they see all keys of whole blocks."""
     numbers = torch.arange(num_keys(length, block), device=places.device)
     return numbers < ((places + 1) // block)[:, None]
 
 
 def _all_seen(places: Tensor, selection: Selection, length: int, query: Tensor) -> Tensor:
-    """Tell what tokens see if no earlier position is left out; by head if heads select."""
+    """Return a mask in which tokens see all earlier positions, for each head if heads select."""
     seen = _visible(places, selection, length)
     return seen[:, None].expand(-1, query.shape[1], -1) if selection.by_head else seen
 
@@ -166,7 +167,7 @@ def _seen_by(
     places: Tensor,
     length: int,
 ) -> Tensor:
-    """Tell what tokens see of `length` positions by their keys, as in `scores_of`."""
+    """Return a mask of which of `length` positions tokens see, by scoring `keys`."""
     if not selection.by_head:
         scores = scores_of(keys, selection.scale, query, weights)
         return _seen(scores, places, selection, length)
@@ -185,7 +186,8 @@ def _visible(places: Tensor, selection: Selection, length: int) -> Tensor:
 def _seen(scores: Tensor, places: Tensor, selection: Selection, length: int) -> Tensor:
     """Tell which of `length` positions tokens see, by scores of blocks (n_tokens, n_blocks).
 
-    They see the best blocks before them and the positions after whole blocks. For keys: which keys.
+    They see the best whole blocks and the positions after these blocks, up to their own. If keys
+    are selected, tell which keys tokens see.
     """
     num_blocks, block = scores.shape[1], selection.block
     num_whole = (places + 1) // block

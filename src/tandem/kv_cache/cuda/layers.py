@@ -1,7 +1,8 @@
 """The keys and values of one layer on a GPU, for all slots: (slots, KV heads, capacity, dim).
 
-int8 ones have an fp32 scale for each line of `dim`, as on the CPU. `where` on the device has their
-addresses. Kernels of captured steps read it, so that a layer may grow.
+int8 keys and values have an fp32 scale for each line of `dim` values, as on the CPU. The tensor
+`where` on the device holds the addresses of keys, values and scales. Kernels of captured steps read
+these addresses, so that a layer may grow.
 """
 
 from collections.abc import Sequence
@@ -27,10 +28,11 @@ _INVENTED_SPREAD = 0.1
 
 
 class DecodeKernels(Protocol):
-    """Append tokens to their slots and attend, in decode steps: (n_tokens, heads, dim).
+    """Kernels that append tokens to their slots and attend in decode steps: (n_tokens, heads, dim).
 
-    Queries, keys and values are (heads, n_tokens, dim), `where` and `kind` the layer's. A slot may
-    have several tokens, each of which sees those before it. See `triton_kernels.decode_attention`.
+    Queries, keys and values are (heads, n_tokens, dim); `where` and `kind` belong to the layer. A
+    slot may have several tokens, each of which sees the tokens before it. See
+    `triton_kernels.decode_attention`.
     """
 
     def __call__(
@@ -48,10 +50,10 @@ class DecodeKernels(Protocol):
         bias: DistanceBias | None = None,
         is_prompt: bool = False,
     ) -> Tensor:
-        """Attend to all positions, or those of a window, and of the prompt if it keeps that.
+        """Attend to all positions or to a window, and to the whole prompt if the form keeps it.
 
-        A value of no dimensions is part of the key. `prompt_lengths` are of the tokens' slots. With
-        `is_prompt` all tokens are of one slot.
+        If `value` has zero dimensions, values are a part of the keys. `prompt_lengths` has the
+        prompt length of each token's slot. With `is_prompt`, all tokens must be of one slot.
         """
 
     def in_windows(
@@ -69,7 +71,7 @@ class DecodeKernels(Protocol):
         ring: int,
         ratio: int,
     ) -> Tensor:
-        """Attend to windows in rings and to the compressed keys before them: `DeviceWindows`."""
+        """Attend to windows in rings and to compressed keys, as in `DeviceWindows`."""
 
     def select_keys(
         self,
@@ -87,7 +89,7 @@ class DecodeKernels(Protocol):
     ) -> Tensor:
         """Store tokens' index keys, and select (n_tokens, most), as `DeviceIndexKeys.of_step` does.
 
-        `keys` is (slots, room, dim) fp32, one key per `block` of positions; those of the first
+        `keys` is (slots, room, dim) fp32, one key per `block` of positions; the keys of the first
         `length` positions are scored. `key` is (n_tokens, dim), `query` (n_tokens, heads, dim),
         `weights` (n_tokens, heads).
         """
@@ -106,13 +108,13 @@ class DecodeKernels(Protocol):
     ) -> Tensor:
         """Tell which of a slot's `keys` (keys, dim) a prompt's tokens see: (n_tokens, keys).
 
-        The tokens are at consecutive `positions` (n_tokens,), from `first` on, and their keys are
-        stored. The rest is as in `select_keys`.
+        The tokens must be at consecutive `positions` (n_tokens,), from `first` on, and their keys
+        must have been stored. The other arguments are as in `select_keys`.
         """
 
 
 def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which keys and values are stored, by a `kv_dtype` or "auto"."""
+    """Return the dtype in which keys and values are stored; "auto" is their own `dtype`."""
     if kv_dtype not in ("auto", *_DTYPES):
         raise ConfigError(f"kv_dtype is {kv_dtype!r}; expected auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(kv_dtype, dtype)
@@ -122,7 +124,7 @@ class StepPlaces:
     """The slots and positions of a decode step's tokens, at fixed addresses for each size."""
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
-        """Hold `num_tokens` tokens, which `bring` sets."""
+        """Allocate memory for `num_tokens` tokens, whose slots and positions `bring` sets."""
         self._device, self._masks = device, dict[tuple[int, int, bool], Tensor]()
         self._width = max(2, num_tokens)  # kernels are compiled for addresses of whole 16 bytes
         fields = len(Run._fields)
@@ -145,7 +147,7 @@ class StepPlaces:
         runs: Sequence[Run],
         prompt_lengths: Sequence[int],
     ) -> None:
-        """Queue a step's slots and positions."""
+        """Queue the copies of a step's slots, positions, runs and prompt lengths to the device."""
         gap = [0] * (self._width - len(slots))
         rows = (*slots, *gap, *positions, *gap, *prompt_lengths, *gap)
         numbers = [*rows, *(number for run in runs for number in run)]
@@ -154,8 +156,9 @@ class StepPlaces:
             mask.copy_(self._seen(*kind, mask.shape[3]))
 
     def mask(self, form: AttentionForm, capacity: int) -> Tensor:
-        """Return which of `capacity` positions each token sees: (n_tokens, 1, 1, capacity),
-        cached.
+        """Return which of `capacity` positions each token sees: (n_tokens, 1, 1, capacity).
+
+        The mask is always the same tensor, which `bring` updates.
         """
         kind = form.window, form.chunk, form.keeps_prompt
         if kind not in self._masks or self._masks[kind].shape[3] != capacity:
@@ -173,7 +176,7 @@ class StepPlaces:
 
 
 class LayerMemory:
-    """One layer's keys and values, always as ordinary tensors, also in inference mode."""
+    """One layer's keys and values of all slots, in ordinary tensors even in inference mode."""
 
     def __init__(
         self,
@@ -201,12 +204,12 @@ class LayerMemory:
 
     @property
     def kind(self) -> str:
-        """The kernels' name for its dtype."""
+        """The kernels' name for the layer's dtype."""
         return KINDS[self.dtype]
 
     @property
     def has_values(self) -> bool:
-        """Whether values are kept beside keys, not as a part of them."""
+        """Whether values are stored separately, not as a part of the keys."""
         return self._num_lines > 1
 
     @property
@@ -220,7 +223,7 @@ class LayerMemory:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def store(self, slots: Tensor | int, at: Tensor | slice, key: Tensor, value: Tensor) -> None:
-        """Write keys and values at positions `at` of some slots, in indexing order."""
+        """Write keys and values at positions `at` of some slots, shaped like `[slots, :, at]`."""
         for number, new in zip(range(self._num_lines), (key, value), strict=False):
             if self.dtype == torch.int8:
                 new, scale = _codes(new)
@@ -235,7 +238,7 @@ class LayerMemory:
         return key.to(self.dtype).to(key.dtype)
 
     def keys_at(self, slots: int | Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the keys at positions `at` of some slots, in indexing order."""
+        """Return the keys at positions `at` of some slots, shaped like `[slots, :, at]`."""
         keys = self._tensors[0][slots, :, at]
         if self.dtype == torch.int8:
             keys = keys * self._tensors[self._num_lines][slots, :, at][..., None]
@@ -270,9 +273,9 @@ class LayerMemory:
                 some.fill_(3 * _INVENTED_SPREAD / _LARGEST)
 
     def grow(self, capacity: int, used: int) -> None:
-        """Allocate more positions and copy the first `used` ones.
+        """Allocate memory for `capacity` positions, and copy the first `used` positions to it.
 
-        Kernels queued later read the new memory.
+        Kernels that are queued later read the new memory.
         """
         for number, old in enumerate(self._tensors):
             new = self._zeros((*old.shape[:2], capacity, *old.shape[3:]), old.dtype)

@@ -1,4 +1,4 @@
-"""Attention of a prompt's tokens by torch: a slot's last tokens see those before them."""
+"""Attention of a prompt's tokens in torch: the tokens are the last of their slot."""
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,10 @@ from tandem.kv_cache.cuda.attention import (
 
 
 def attend_in_prompt(call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
-    """Return what the call's tokens attend to: (n_tokens, heads, value_dim).
+    """Return the result of attention for the call's tokens: (n_tokens, heads, value_dim).
 
-    `keys` and `values` (KV heads, positions, dim) are all of the slot's; the tokens are the last.
+    `keys` and `values` (KV heads, positions, dim) must be all of the slot's. The call's tokens must
+    be the last of them.
     """
     form, query, _, _, sinks, selected, _, bias = call
     count, total = query.shape[1], keys.shape[1]
@@ -42,7 +43,7 @@ def attend_in_prompt(call: AttentionCall, keys: Tensor, values: Tensor) -> Tenso
 
 
 def attend_to_latents(call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend with a prompt's few tokens to the key that all heads share, without copying it."""
+    """Attend with a prompt's few tokens to latents, which all heads share, without copying them."""
     form, query, _, _, sinks, selected, *_ = call
     mask = _seen_by_last(query, keys.shape[1], form.window, selected)[:, None]
     of_tokens = query.transpose(0, 1)[None]  # (1, n_tokens, heads, dim)
@@ -53,14 +54,14 @@ def attend_to_latents(call: AttentionCall, keys: Tensor, values: Tensor) -> Tens
 def _seen_by_last(
     query: Tensor, total: int, window: int, selected: Tensor | None, chunk: int = 0
 ) -> Tensor:
-    """Return a mask of what the last of `total` positions, the queries', see: (n, total)."""
+    """Return a mask (n, total) of what queries see, which are the last of `total` positions."""
     place = torch.arange(total - query.shape[1], total, device=query.device)[:, None]
     seen = visible(place, torch.arange(total, device=query.device)[None], window, chunk)
     return seen if selected is None else seen & selected
 
 
 def _bias_of_last(bias: DistanceBias, total: int) -> BiasOf:
-    """Return what gives the scores' bias for some of the last of `total` positions."""
+    """Return a function of the bias for some queries, which are the last of `total` positions."""
     positions = torch.arange(total, device=bias.states.device)
     own = positions[total - bias.states.shape[1] :, None]
 

@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 
 
 class DeviceStates(KeptStates[DeviceLayer]):
-    """States that a device's kernels advance."""
+    """States on a device, which the device's kernels advance."""
 
     def __init__(
         self, num_slots: int, kernels: StateKernels, zeros: Zeros, device: torch.device
@@ -88,8 +88,8 @@ class DeviceStates(KeptStates[DeviceLayer]):
     def begin_decode(self, segments: Sequence[Segment], places: StepPlaces) -> list[Run]:
         """Announce a step's tokens, slot by slot; padding tokens follow them.
 
-        Returns the runs to bring to `places`, to which a captured step refers. All but the first
-        token of a slot may be taken back.
+        Returns the runs, which the caller must pass to `places.bring`; a captured step reads them
+        there. All but the first token of a slot may be taken back.
         """
         runs = places.runs
         found, row = [], 0
@@ -111,7 +111,7 @@ class DeviceStates(KeptStates[DeviceLayer]):
     def advance(
         self, key: StateKey, operation: Callable[[], StateOperation], inputs: Sequence[Tensor]
     ) -> Tensor:
-        """Run a layer's operation for the announced tokens; it is created on first use."""
+        """Run a layer's operation for the announced tokens; the layer is created on first use."""
         if key not in self._layers:
             with torch.inference_mode(False):
                 self._layers[key] = self._new_layer(operation())

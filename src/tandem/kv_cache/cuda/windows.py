@@ -1,9 +1,9 @@
 """Windows of models with compressed keys, on a GPU: rings of the last positions, and keys.
 
-A key is its own value, and all heads share it. A ring keeps a position at its remainder by the
-ring's size, with a margin for slots that go back, so that its memory does not grow with the text;
-compressed keys follow it. A step attends to the places that each of its tokens sees: its window and
-the selected keys. Its shapes depend only on the step's size, so that it can be captured.
+A key is its own value, and all heads share it. A ring keeps position p at p modulo the ring's size,
+so that its memory does not grow with the text; a margin allows slots to go back. Compressed keys
+are stored after the ring. In a step, each token attends to the places of its window and of the
+selected keys. The step's shapes depend only on its size, so that the step can be captured.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ class _Layer(NamedTuple):
 
     @property
     def ring(self) -> int:
-        """Places before those of compressed keys."""
+        """The ring's size: the number of places before the compressed keys."""
         return ring_size(self.window)
 
     def num_places(self, num_tokens: int) -> int:
@@ -51,7 +51,7 @@ class DeviceWindows:
     ) -> None:
         """Start empty, for `num_slots` slots; layers are added when the model uses them.
 
-        `kernels` attend in decode steps; None: torch.
+        In decode steps `kernels` attend; if they are None, torch does.
         """
         self._kernels = kernels
         self._num_slots, self._zeros, self._kv_dtype = num_slots, zeros, kv_dtype
@@ -115,7 +115,7 @@ class DeviceWindows:
     def of_step(self, number: int, rows: StepPlaces, length: int, call: AttentionCall) -> Tensor:
         """Append a step's tokens to a layer, and attend as `of_prompt` does.
 
-        If keys are not selected, tokens see those of the first `length` positions.
+        If no keys are selected, tokens see the compressed keys of the first `length` positions.
         """
         form, query, key, _, sinks, selected, new, _ = call
         layer, slots, positions = self._layer(number, call), rows.slots, rows.positions
@@ -140,7 +140,7 @@ class DeviceWindows:
     def _attend(
         self, memory: LayerMemory, slots: Tensor, places: Tensor, call: AttentionCall
     ) -> Tensor:
-        """Attend to some places (n_tokens, most) of slots, -1 where there are fewer."""
+        """Attend to the given places (n_tokens, most) of slots; -1 stands for no place."""
         query, sinks = call.query, call.sinks
         keys = memory.keys_at(slots[:, None], places.clamp(min=0), query.dtype)
         keys = keys.transpose(1, 2)  # (n_tokens, 1, most, dim)
@@ -166,5 +166,8 @@ class DeviceWindows:
 
 
 def _room(window: int, ratio: int, num_tokens: int) -> int:
-    """Return the number of places in a slot: one more than keys, see `number_of_key`."""
+    """Return the number of places in a slot: of the ring, the keys and one more.
+
+    The additional place is for keys of tokens that end no window; see `number_of_key`.
+    """
     return ring_size(window) + (-(-num_tokens // ratio) + 1 if ratio else 0)

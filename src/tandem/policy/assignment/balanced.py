@@ -1,14 +1,14 @@
 """Tandem's own assignment: the best of all (fetches, spills) counts, with copies in a pipeline.
 
-Absent experts are ranked by CPU seconds, resident ones by CPU seconds per GPU second. The GPU
-fetches the first x absent ones and gives the last y resident ones to the CPU. Where GPU time does
-not depend on the token count (weights are read once), no other choice of x + y experts is better,
-so the best pair is the optimum; a pointer in y only moves forward as x grows, so it costs
-O(n log n). All-CPU is among the pairs: the answer is never worse.
+Absent experts are ranked by CPU seconds, resident experts by CPU seconds per GPU second. The GPU
+fetches the first x absent experts and gives the last y resident experts to the CPU. Where GPU time
+does not depend on the token count (weights are read once), no other choice of x + y experts is
+better, so the best pair (x, y) is the optimum. The best y only grows with x, so the search costs
+O(n log n). All experts on the CPU is one of the pairs, so the answer is never worse than that.
 
-Of absent experts that a disk has to read first, every number of fetches is tried with each such
-pair: the CPU computes the others as they are read, and copies of these wait for reads of their own.
-Residents that memory lacks stay on the GPU.
+If absent experts must first be read from a disk, every number of fetches among them is tried with
+each pair. The CPU computes the unfetched experts as they are read, and the copy of a fetched expert
+waits for its read. Residents that are not in memory stay on the GPU.
 """
 
 from bisect import insort
@@ -19,7 +19,7 @@ from tandem.policy.assignment.problem import LayerProblem, Split, added, compute
 
 
 class _Read(NamedTuple):
-    """What a disk's reads add to a layer if so many of the experts that it reads are fetched."""
+    """The times that disk reads add to a layer if `fetch` of the experts on disk are fetched."""
 
     fetch: int
     is_cpus: bool  # whether the CPU computes any of them
@@ -32,7 +32,7 @@ class _Read(NamedTuple):
 
     @classmethod
     def of(cls, problem: LayerProblem, on_disk: Sequence[int], fetch: int, link: float) -> "_Read":
-        """Return that of fetching the first ones; the CPU's are read before them."""
+        """Return the times if the first `fetch` are fetched; the CPU's experts are read earlier."""
         left, total, copied = on_disk[fetch:], 0.0, 0.0
         behind_link = behind_reads = float("-inf")
         end = arrived = added(problem.read for _ in left)
@@ -48,15 +48,18 @@ class _Read(NamedTuple):
         return cls(fetch, bool(left), *on_cpu, total, behind_link, behind_reads)
 
     def copied(self, problem: LayerProblem, link: float, others: int, done: float) -> float:
-        """Return when the last fetched expert is done if others are copied first, done by then."""
+        """Return when the GPU has computed the last fetched expert.
+
+        `others` more experts are copied first, and the GPU has computed them at `done`.
+        """
         busy = problem.link_busy + others * link
         return max(done + self.gpu_seconds, busy + self.behind_link, self.behind_reads)
 
 
 class _Residents(NamedTuple):
-    """Experts with a slot, in the order of spilling; the other lists are by number of spills.
+    """Resident experts in the order of spilling; the other lists are by number of spills.
 
-    `spilled` ends before the first expert that memory lacks.
+    `spilled` ends before the first expert that is not in memory.
     """
 
     order: list[int]
@@ -66,9 +69,7 @@ class _Residents(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Numbers of fetches, of those from the disk, and of spills, and when both processors are
-    done.
-    """
+    """Numbers of fetches from memory, fetches from the disk and spills, with both end times."""
 
     fetch: int
     read: int
@@ -85,7 +86,7 @@ class Balanced:
     """Compares every number of fetches with every number of spills."""
 
     def __init__(self, *, pipelined: bool = True) -> None:
-        """Minimise the pipeline's time, or the paper's equations 3 to 9."""
+        """Minimise the pipeline's time; without `pipelined`, that of DALI's equations 3 to 9."""
         self.pipelined = pipelined
 
     def assign(self, problem: LayerProblem) -> Split:
@@ -150,7 +151,7 @@ class Balanced:
     def _fetch_seconds(
         self, problem: LayerProblem, absent: Sequence[int], link: float
     ) -> tuple[list[float], list[float]]:
-        """Return per number of fetches the fetched experts' GPU seconds, and the last one's end."""
+        """Return, by number of fetches, the GPU seconds of all fetched experts and the last end."""
         limit = min(len(absent), problem.max_fetches)
         gpu = problem.gpu
         total, done = [0.0], [0.0]
@@ -173,7 +174,7 @@ class Balanced:
         residents: _Residents,
         read: _Read,
     ) -> _Pair:
-        """Return the pair with the least maximum of both times, beside these reads."""
+        """Return the pair, given these reads, for which the later processor ends soonest."""
         surcharge = problem.cpu_first if self.pipelined else 0.0
         slower = problem.cpu_slowdown - 1.0 if self.pipelined else 0.0
         link, (_, held_left, floor, spilled) = problem.link, residents
@@ -207,7 +208,7 @@ class Balanced:
 
 
 def _one_after_another(arrivals: Sequence[tuple[float, float]]) -> float:
-    """Return when experts that arrive at these times end, if the GPU computes nothing else."""
+    """Return when the GPU has computed experts with these (arrival, seconds), and no others."""
     done = 0.0
     for arrival, seconds in arrivals:
         done = (arrival if arrival > done else done) + seconds

@@ -1,6 +1,6 @@
-"""The rules with which `balanced` is compared: those of papers and other systems, and simple ones.
+"""Baselines for `balanced`: the rules of papers and other systems, and simple rules.
 
-Each follows the paper or system that it is named after.
+A rule that is named after a paper or system follows that paper or system.
 """
 
 from tandem.policy.assignment.problem import (
@@ -47,13 +47,13 @@ class HitsOnGpu:
 class LayerStatic:
     """llama.cpp and KTransformers: a layer runs on the GPU if all of its active experts are there.
 
-    llama.cpp streams the experts of CPU layers through the GPU when many tokens come at once.
+    llama.cpp streams the experts of CPU layers through the GPU if a step has many tokens.
     """
 
     pipelined = True
 
     def __init__(self, *, stream_from: int | None = None) -> None:
-        """Stream absent experts through the GPU from `stream_from` (token, expert) pairs on."""
+        """Stream absent experts through the GPU in layers of >= `stream_from` routed tokens."""
         self.stream_from = stream_from
 
     def assign(self, problem: LayerProblem) -> Split:
@@ -83,8 +83,9 @@ class Fiddler:
 
 
 class Dali:
-    """DALI's Algorithm 1: each expert, by descending |t_gpu - t_cpu|, to the processor that ends
-    sooner.
+    """Assigns experts, by descending |t_gpu - t_cpu|, to the processor that would end sooner.
+
+    This is DALI's Algorithm 1.
     """
 
     pipelined = False
@@ -105,9 +106,9 @@ class Dali:
 
 
 class RatioSplit:
-    """By t_gpu / t_cpu: the GPU takes the prefix that balances CPU and GPU best.
+    """Sorts experts by t_gpu / t_cpu; the GPU computes the prefix that balances both best.
 
-    The integral rounding of the linear relaxation of equations 3 to 8; experts over the fetch limit
+    This rounds the linear relaxation of equations 3 to 8 to integers. Experts over the fetch limit
     stay on the CPU.
     """
 
@@ -134,11 +135,11 @@ class RatioSplit:
 
 
 class HybriMoe:
-    """HybriMoE: two pointers walk from the heaviest resident to the lightest absent expert.
+    """HybriMoE: two pointers meet, from the heaviest resident and the lightest absent expert.
 
-    The front of the list goes to the GPU, the back to the CPU, whichever ends sooner. Follows `HSS`
-    of the released code (papers.md 3.1), keyed by expert instead of list position, with this
-    machine's costs in place of its constants.
+    In each round the front expert goes to the GPU or the back expert to the CPU, whichever ends
+    sooner. Follows `HSS` of the released code (papers.md 3.1), but keyed by expert instead of list
+    position, and with this machine's costs in place of the code's constants.
     """
 
     pipelined = True

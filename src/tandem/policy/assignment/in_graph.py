@@ -1,12 +1,12 @@
 """Rules for decode steps in one graph: hits that the device has published stay on the device.
 
 A resident is never spilled to the CPU, there is no plan without the device, and an expert whose
-copy is under way is a miss. The CPU computes some of the misses. The others are copied into staging
-slots meanwhile, and a second launch computes them together, after the hits, the CPU's share and the
-last copy. The CPU computes misses that must be read from a disk, as they arrive and after all
-others: copying them would only add to the wait.
+copy is under way is a miss. The CPU computes some of the misses. The other misses are copied into
+staging slots meanwhile; a second launch computes them together once the hits, the CPU's share and
+the last copy are done. Misses that must be read from a disk stay on the CPU, which computes them
+last, as they arrive: copying them would only add to the wait.
 
-Native code makes the same decisions, so numbers are added one by one, in the order written here.
+Native code must make the same decisions, so numbers are added one by one, in the order given here.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tandem.policy.reads import IN_SLOT
 
 
 class Published(NamedTuple):
-    """A layer as a step in one graph has published it: hits, and the positions of misses."""
+    """A layer as a step in one graph has published it: the hits' time, and misses by position."""
 
     held_seconds: float  # the device's seconds for its hits
     absent: list[int]  # misses that may be fetched
@@ -54,7 +54,7 @@ class Published(NamedTuple):
 
 
 def with_reads(problem: LayerProblem, layer: Published, cpu: float) -> float:
-    """Return when the CPU has also computed what is read; the rest ends at `cpu` seconds."""
+    """Return when the CPU has computed `layer.coming` too; its other experts end at `cpu`."""
     end = 0.0
     for i in layer.coming:
         if problem.is_on_disk(i):
@@ -88,7 +88,7 @@ def in_graph_seconds(
 
 
 class ReadyOnGpu:
-    """The device computes its experts, the CPU every miss; nothing is fetched.
+    """The device computes every hit, the CPU every miss; nothing is fetched.
 
     Copies under way for other layers are not priced.
     """
@@ -111,9 +111,7 @@ class BalancedInGraph:
     pipelined = True
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the best split: the CPU's longest misses are fetched, among equals the most
-        valuable.
-        """
+        """Return the best split; fetches are by descending CPU seconds, then descending score."""
         layer, cpu, scores = Published.of(problem), problem.cpu, problem.scores
         order = sorted(layer.absent, key=lambda i: (-cpu[i], -scores[i]))
         best, least = order[:0], in_graph_seconds(problem, layer, ())
@@ -125,14 +123,15 @@ class BalancedInGraph:
 
 
 class DaliInGraph:
-    """DALI's Algorithm 1 over the misses: each, by |t_gpu - t_cpu|, to the processor that ends
-    sooner.
+    """Assigns misses, by descending |t_gpu - t_cpu|, to the processor that would end sooner.
+
+    This is DALI's Algorithm 1, for the misses only.
     """
 
     pipelined = False
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return its answer; the device's total starts with the hits."""
+        """Return the algorithm's split; the device's total starts with the hits."""
         layer, cpu, link = Published.of(problem), problem.cpu, problem.link
         on_gpu, on_cpu = layer.held_seconds, added(cpu[i] for i in layer.in_memory)
         on_cpu = with_reads(problem, layer, on_cpu)

@@ -1,10 +1,11 @@
 """One layer's assignment problem, its answers, and the cost of an answer.
 
 There are two cost models. `equation_seconds` is DALI's program (equations 3 to 9): each processor's
-time is a sum, and a fetched expert takes max(transfer, computation). `pipeline_seconds` is what an
-executor does: copies run one after another beside the GPU's computation, the first expert on the
-CPU costs a surcharge, and CPU and link slow each other down. What memory lacks is read from a disk,
-one expert after another, first for the CPU, which computes all others meanwhile, then for copies.
+time is a sum, and a fetched expert takes max(transfer, computation). `pipeline_seconds` models an
+executor: copies run one after another beside the GPU's computation, the first expert on the CPU
+costs a surcharge, and CPU and link slow each other down. Experts that are not in memory are read
+from a disk one after another: first the CPU's, while it computes its other experts, then those to
+copy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,19 +35,19 @@ class LayerProblem(NamedTuple):
     copy_wake: float = 0.0
     read: float = 0.0  # seconds to read one expert from a disk
     places: Sequence[int] = ()
-    """Where memory over a disk holds each expert (`tandem.policy.reads`). Empty: memory holds
-    all."""
+    """Where each expert is, if the model runs from the disk (`tandem.policy.reads`). Empty: all
+    are in memory."""
 
     def is_on_disk(self, i: int) -> bool:
-        """Tell whether the expert at a position must be read before CPU or link can have it."""
+        """Tell whether the expert at a position must be read from the disk before use or copy."""
         return bool(self.places) and self.places[i] == ON_DISK
 
 
 class Split(NamedTuple):
     """An answer: absent experts to fetch, in copy order, and resident ones that the CPU computes.
 
-    All other resident experts run on the GPU, all other absent ones on the CPU. The seconds are by
-    the policy's cost model.
+    All other resident experts run on the GPU, all other absent experts on the CPU. The seconds
+    follow the policy's cost model.
     """
 
     fetch: Sequence[int]
@@ -61,12 +62,12 @@ class Split(NamedTuple):
 
 
 class Assignment(Protocol):
-    """Decides who computes each active expert of a layer; deterministic, keeps no state."""
+    """Decides which processor computes each active expert; must be deterministic and stateless."""
 
     pipelined: bool  # the cost model that it minimises
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the split; fetches at most `max_fetches` absent experts, each once."""
+        """Return the split; it must fetch at most `max_fetches` absent experts, each once."""
 
 
 def added(seconds: Iterable[float]) -> float:
@@ -78,9 +79,9 @@ def added(seconds: Iterable[float]) -> float:
 
 
 def computed_as_read(problem: LayerProblem, on_cpu: Iterable[int]) -> tuple[float, float]:
-    """Return the CPU's seconds for experts at these positions that a disk reads first, in order.
+    """Return the CPU seconds of experts that a disk reads in this order, and when the CPU is done.
 
-    Also when it is done with them if it has nothing else to do.
+    The CPU computes each expert after its read. The end assumes that it computes no others.
     """
     total = done = end = 0.0
     for i in on_cpu:

@@ -8,9 +8,7 @@ from tandem.policy.plan import ONCE, TWICE
 
 
 class Rule:
-    """Splits layers with an assignment; remembers its splits of layers with resident experts
-    only.
-    """
+    """Splits layers with an assignment; keeps the splits of layers whose experts are resident."""
 
     def __init__(
         self,
@@ -23,8 +21,8 @@ class Rule:
     ) -> None:
         """With `never_worse_than_cpu` the CPU computes the whole layer where that is sooner.
 
-        `native` is the assignment's number if it has a native form. `fetches` says whether it
-        fetches at all: in a step `in_graph` each layer then has a second launch.
+        `native` is the assignment's number if it has a native form. `fetches` says whether the
+        assignment ever fetches: each layer of a step `in_graph` then has a second launch.
         """
         self.native, self.fetches = native, fetches
         self.launches = (TWICE if fetches else ONCE) if in_graph else 0
@@ -33,8 +31,9 @@ class Rule:
         self._of_residents: dict[int, Split] = {}  # number of residents -> split
 
     def dense_seconds(self, costs: CostTable, num_tokens: int, *, asks: bool = False) -> float:
-        """Return the seconds between the experts of two layers; with `asks` a layer asks the next
-        router.
+        """Return the seconds between the experts of two layers.
+
+        With `asks` they include the time to run the next layer's router ahead.
         """
         launch = costs.second_launch if self.launches == TWICE else 0.0
         return costs.dense(num_tokens) + launch + (costs.asking if asks else 0.0)
@@ -51,7 +50,7 @@ class Rule:
     def split_residents(self, experts: Sequence[int], problem: Callable[[], LayerProblem]) -> Split:
         """Split a layer of resident experts with one token each; only their number matters.
 
-        The CPU time of copies for other layers is left out.
+        Copies under way for other layers are assumed not to slow the CPU down.
         """
         count = len(experts)
         known = self._of_residents.get(count)

@@ -1,4 +1,4 @@
-"""What stays on the GPU and what may enter: one protocol, and its policies by name."""
+"""Which experts stay on the GPU and which may enter: one protocol, and its policies by name."""
 
 from tandem.core.registry import Registry
 from tandem.policy.eviction import baselines

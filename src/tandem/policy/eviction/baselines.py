@@ -1,4 +1,4 @@
-"""The rules with which the default eviction is compared: the usual ones, and those of papers."""
+"""Baselines for the default eviction policy: the usual policies, and those of papers."""
 
 from collections.abc import Sequence
 
@@ -56,7 +56,7 @@ class Fifo(Eviction):
 
 
 class Decayed(Eviction):
-    """Keeps the experts with the highest decayed token counts, and admits by them."""
+    """Keeps, and admits, the experts with the highest decayed token counts."""
 
     background = "idle"
 
@@ -108,7 +108,7 @@ class Static(Eviction):
         return ()
 
     def scores(self, keys: Sequence[int]) -> list[float]:
-        """Return the same for all."""
+        """Return the same score for all experts."""
         return [0.0] * len(keys)
 
     def admits(self, newcomer: float, victim: float) -> bool:
@@ -123,7 +123,7 @@ class CopyOnMiss(Lru):
     """
 
     def __init__(self, geometry: Geometry, *, quota: int = 64) -> None:
-        """Allow `quota` - 1 copies per step: the code counts down before it compares."""
+        """Allow `quota` - 1 copies per step, as the quota is counted down before the comparison."""
         super().__init__(geometry)
         self._quota = quota
         self._left = 0
@@ -145,9 +145,9 @@ class CopyOnMiss(Lru):
 class DaliWindow(Eviction):
     """DALI's Algorithm 2: after every window of steps the best absent experts replace the worst.
 
-    Scores are tokens within the window (equation 12). Read as in papers.md 1.11: the lowest scores
-    leave (the printed algorithm says TopK, the prose the lowest), a swap needs a better score,
-    scores restart with each window, prefill does not count.
+    Scores are tokens within the window (equation 12). Interpreted as in papers.md 1.11: experts
+    with the lowest scores leave (as the prose says; the printed algorithm says TopK), a swap needs
+    a better score, scores restart with each window, prefill does not count.
     """
 
     background = "always"
@@ -201,7 +201,7 @@ class DaliWindow(Eviction):
 
 
 class HybriMoeScore(Eviction):
-    """HybriMoE's score (MRS): S = a * TopP(router scores) + (1 - a) * S; what is fetched enters.
+    """HybriMoE's score (MRS): S = a * TopP(router scores) + (1 - a) * S; fetched experts enter.
 
     The router's full softmax is not kept in traces: the top-k weights stand for TopP, the rest is
     0.

@@ -1,16 +1,16 @@
-"""Eviction by predicted next use, or by a simpler rule where that has more hits (`next-use`).
+"""Eviction by predicted next use, or by a simpler rule that has more hits (`next-use`).
 
 Predicted next use is an online regression of Belady's criterion. The score of expert e:
 DISCOUNT**(d - 1) if e is used next in d steps, 0 beyond HORIZON steps.
-Each layer predicts it for all experts at once, as the sum of one row per expert that the layer
-used just now and one row per expert that the layer above used. HORIZON steps later the true score
-is known, and a part of the error is added to each row of that sum (the delta rule). Two decayed
-counts steady the sum. A miss is admitted only if its score is above that of the expert that it
-would evict.
+Each layer predicts the scores of all experts at once, as the sum of one row per expert that the
+layer used just now and one row per expert that the layer above used. HORIZON steps later the true
+score is known, and a part of the error is added to each row of that sum (the delta rule). Two
+decayed counts steady the sum. A miss is admitted only if its score is above that of the expert that
+it would evict.
 
-Beside it each layer keeps the scores of two other rules, LRU and a slowly decayed count. It starts
-with LRU and follows the rule that does best (`rule_choice`): on loops, or where the cache holds
-most experts, that may be one of those.
+Each layer also keeps the scores of two other rules, LRU and a slowly decayed count. It starts with
+LRU and later follows the rule with the most hits (`rule_choice`), which may be one of those two on
+loops, or where the cache holds most experts.
 """
 
 from array import array
@@ -54,7 +54,7 @@ _STEPS_A_TOKEN, _LONGEST_HORIZON = 3, 32
 
 
 def span_for(num_slots: int, top_k: int) -> Span:
-    """Return the span for a layer whose slots hold the experts of about this many tokens."""
+    """Return the span for a layer with `num_slots` slots, of which a token uses `top_k`."""
     horizon = min(max(_STEPS_A_TOKEN * num_slots // top_k, HORIZON), _LONGEST_HORIZON)
     return Span(horizon, 1 - (1 - DISCOUNT) * HORIZON / horizon)
 
@@ -99,7 +99,7 @@ class NextUse(Eviction, LearnsInTables):
     background = "idle"
 
     def __init__(self, geometry: Geometry, *, tables: Tables | None = None) -> None:
-        """Start with all experts equally likely; None learns in tables of plain Python."""
+        """Start with all experts equally likely; without `tables`, learn in plain Python."""
         self._num_experts = geometry.num_experts
         make = pure_tables if tables is None else tables.next_use
         self.tables = make(geometry)
@@ -110,7 +110,7 @@ class NextUse(Eviction, LearnsInTables):
         self._unlearned: list[NextUseTable] = []
 
     def resized(self, set_sizes: Sequence[int]) -> None:
-        """Compare the rules in caches of these sizes; a pool shared by layers has one rule."""
+        """Compare the rules in caches of these sizes; a shared pool always follows `next-use`."""
         is_by_layer = len(set_sizes) == len(self.tables)
         for layer, table in enumerate(self.tables):
             table.resize(set_sizes[layer] if is_by_layer else 0)
@@ -120,13 +120,13 @@ class NextUse(Eviction, LearnsInTables):
         return RULES[self.tables[layer].followed()]
 
     def begin_step(self, *, is_prefill: bool) -> None:
-        """Record whether the step is a prefill; the first layer has none above it."""
+        """Record whether the step is a prefill; the first layer has no layer above it."""
         self._is_prefill = is_prefill
         self._above = ()
         self._unlearned.clear()
 
     def touch(self, load: LayerLoad) -> None:
-        """Record what the layer uses; for a prompt, what its last token uses."""
+        """Record the experts that the layer uses; for a prompt, those of its last token."""
         experts, divisor = load.experts, 1
         num_tokens = len(load.routes)
         if not self._is_prefill:
@@ -221,13 +221,13 @@ class PureTable:
     def note(
         self, load: LayerLoad, divisor: int, experts: Sequence[int], above: Sequence[int]
     ) -> None:
-        """Record what this layer and the one above use; it is processed later."""
+        """Record the experts that this layer and the layer above use, to be processed later."""
         self.learn()
         self._noted = _Use(load, divisor, experts, above)
         self._followed = self._choice.choose()
 
     def learn(self) -> None:
-        """Process what was recorded, and learn from the prediction made HORIZON steps before it."""
+        """Process the recorded use, and learn from the prediction made HORIZON steps before it."""
         self._observe()
         if self._compared is not None and self._choice.is_open:
             load, _, experts, _ = self._compared
@@ -256,7 +256,7 @@ class PureTable:
         return self._followed
 
     def _scores(self, rule: int) -> memoryview:
-        """Return the scores under a rule; under its own, the predicted sum plus two counts."""
+        """Return the scores under a rule; for `next-use`, the predicted sum plus two counts."""
         if rule == RECENCY:
             return memoryview(array("I", self._last_use))
         if rule != NEXT_USE:

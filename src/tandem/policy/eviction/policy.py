@@ -9,7 +9,8 @@ from tandem.policy.plan import LayerLoad
 class Eviction(Protocol):
     """Ranks experts by a score. Experts are named by key (`Geometry.key`).
 
-    By default a policy ignores prefills, every miss enters, and no newcomer is refused.
+    By default a policy treats prefills as other steps, every miss is a candidate, and no newcomer
+    is refused.
     """
 
     # Whether a miss that the CPU computes is copied for later: "always", "never", or "idle" (if the
@@ -19,7 +20,7 @@ class Eviction(Protocol):
     """Whether `touch` reads a load's gate weights; otherwise they are omitted."""
 
     def resized(self, set_sizes: Sequence[int]) -> None:
-        """Set how many slots each set of the cache has: one per layer, or one for all."""
+        """Set how many slots each set of the cache has: one set per layer, or one for all."""
         return  # not abstract
 
     def rule(self, layer: int) -> str:
@@ -31,12 +32,13 @@ class Eviction(Protocol):
         return  # not abstract
 
     def touch(self, load: LayerLoad) -> None:
-        """Record what a layer uses; called once per layer and step, before planning."""
+        """Record the experts that a layer uses; called once per layer and step, before planning."""
         return  # not abstract
 
     def learn(self) -> None:
-        """Learn from recorded uses. When this is called changes no answer, so plans need not wait
-        for it.
+        """Learn from recorded uses.
+
+        The time of this call must not change any answer, so plans need not wait for it.
         """
         return  # not abstract
 
@@ -54,5 +56,5 @@ class Eviction(Protocol):
         return True
 
     def inserted(self, key: int) -> None:
-        """Record that an expert has got a slot."""
+        """Record that an expert has entered a slot."""
         return  # not abstract

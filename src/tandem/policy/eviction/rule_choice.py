@@ -1,12 +1,13 @@
-"""Which of several rules a layer's cache follows: the one whose ghost cache has had more hits.
+"""Chooses each layer's rule of eviction: the rule whose ghost cache has had more hits.
 
 A rule is a score per expert. For each rule a ghost cache holds the experts that this rule would
-hold; all see the same loads. All layers start with LRU. They leave it together once another rule
-has more hits, over all layers, than chance explains; one layer alone would need ten times longer.
-From then on each layer follows a rule until another one has had `MARGIN` more hits since some
-moment. So it is never further behind the best rule than that, plus a refill of the cache at each
-change. The first rule learns, so it may be worse only at the start of a run. A layer returns to it
-after fewer hits, but needs a few more each time that it has left it.
+hold; all ghost caches see the same loads. All layers start with LRU. They leave it together once
+another rule has more hits, over all layers, than chance explains; one layer alone would need ten
+times longer to tell. From then on each layer follows its rule until another rule has had `MARGIN`
+more hits since some moment. So a layer is never further behind the best rule than `MARGIN` hits,
+plus a refill of the cache at each change. The first rule, `next-use`, learns, so it may be worse
+only at the start of a run. A layer returns to it after a smaller lead, which grows each time that
+the layer leaves it.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class GhostCache:
         self._held: set[int] = set()
 
     def use(self, experts: Sequence[int], scores: Sequence[int]) -> int:
-        """Return how many of the experts are held, then admit the others by their scores."""
+        """Return how many of the experts are held, and admit the others by their scores."""
         held = self._held
         misses = sorted((-scores[e], e) for e in experts if e not in held)
         hits = len(experts) - len(misses)
@@ -47,7 +48,7 @@ class GhostCache:
 
 
 class Start:
-    """The rule that all layers start with: LRU, until another one is surely better."""
+    """The rule that all layers start with: LRU, until another rule is surely better."""
 
     def __init__(self) -> None:
         """Start with LRU."""
@@ -70,7 +71,7 @@ class Start:
 
 
 class RuleChoice:
-    """One layer's choice of a rule. Without the size of the layer's cache it does not change."""
+    """One layer's choice of a rule; always `next-use` while the size of its cache is unknown."""
 
     def __init__(self, num_experts: int, start: Start) -> None:
         """Follow the rule that all layers start with."""
@@ -84,7 +85,7 @@ class RuleChoice:
         self._times_left = 0
 
     def resize(self, capacity: int) -> None:
-        """Compare the rules in caches of this size from now on, if they can differ there."""
+        """Compare the rules in ghost caches of this size from now on, if they can differ there."""
         if capacity == self._capacity:
             return
         self._capacity = capacity
@@ -93,7 +94,7 @@ class RuleChoice:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is anything to choose."""
+        """Whether there are ghost caches to compare."""
         return bool(self._ghosts)
 
     @property
@@ -106,7 +107,7 @@ class RuleChoice:
     def use(
         self, experts: Sequence[int], scores: Sequence[Sequence[int]], *, is_prompt: bool
     ) -> None:
-        """Add what the layer uses, with the scores by rule and expert.
+        """Count the ghost caches' hits among the layer's experts; `scores` are by rule and expert.
 
         A prompt's hits do not count, because they say little about coming steps.
         """
@@ -117,7 +118,8 @@ class RuleChoice:
     def choose(self) -> int:
         """Weigh the last hits and return the rule to follow.
 
-        Call it once per step, in the order of the layers, after each has learned.
+        Must be called once per step and layer, in the order of the layers, after the layer's
+        `use`.
         """
         hits, self._hits = self._hits, None
         if hits is not None and self._start.rule == RECENCY:
@@ -136,6 +138,6 @@ class RuleChoice:
             self._leads = [0] * len(RULES)
 
     def _margins(self) -> list[int]:
-        """Return, by rule, how many more hits it needs to be followed."""
+        """Return, by rule, the lead in hits that a rule needs before a layer changes to it."""
         back = min(MARGIN, BACK_MARGIN * max(1, self._times_left))
         return [back if rule == NEXT_USE else MARGIN for rule in range(len(RULES))]

@@ -13,9 +13,7 @@ _HALVE_AT = 1e6
 
 
 class Counts(NamedTuple):
-    """How often each bin of expectations was seen and came true, and layers until the next
-    count.
-    """
+    """How often expectations of each bin occurred and came true; layers until the next count."""
 
     seen: Sequence[float]
     came_true: Sequence[float]
@@ -26,13 +24,13 @@ class Counts(NamedTuple):
 class Calibration:
     """Frequencies by bin of expected tokens, starting from "an expectation is a probability".
 
-    There are `levels` tables, for experts about which something else is known as well.
+    There are `levels` tables of bins, one for each level of further evidence, such as hints.
     """
 
     def __init__(
         self, *, levels: int = 1, count_every: int = COUNT_EVERY, trust: float = 4.0
     ) -> None:
-        """Start with trust in the expectations, worth `trust` observations."""
+        """Start as if `trust` observations in each bin had confirmed the expectations."""
         size = levels * CHANCE_BINS
         self._seen = [trust] * size
         self._true = [trust * (place % CHANCE_BINS + 0.5) / CHANCE_BINS for place in range(size)]
@@ -44,7 +42,7 @@ class Calibration:
         return Counts(self._seen, self._true, self._countdown, self._count_every)
 
     def restore(self, counts: Counts) -> None:
-        """Continue with another counter's counts, of as many levels."""
+        """Continue with another calibration's counts, which must have as many levels."""
         self._seen, self._true = [*counts.seen], [*counts.came_true]
         self._countdown, self._count_every = counts.countdown, counts.count_every
         self.frequencies = [true / seen for true, seen in zip(self._true, self._seen, strict=True)]
@@ -57,7 +55,7 @@ class Calibration:
     def observe(
         self, forecast: Forecast, active: Sequence[int], levels: Mapping[int, int] | None = None
     ) -> None:
-        """Count a forecast's outcome; `levels` are by expert, 0 without further knowledge."""
+        """Count a forecast's outcome; `levels` has experts' levels of evidence, 0 by default."""
         used = set(active)
         base, scale = forecast.base, forecast.scale * CHANCE_BINS
         seen, true = self._seen, self._true

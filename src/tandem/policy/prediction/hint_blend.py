@@ -1,8 +1,8 @@
 """Blends router hints into a forecast: chances are counted by expected tokens and by hint.
 
-The question is how often an expert with this expectation is used if the hints name it, or do not. A
-perfect hint makes the first certain and the second impossible, whatever was expected. A hint no
-better than chance changes nothing.
+For each bin of expected tokens, counts tell how often an expert is used if hints name it, and how
+often if they do not. Perfect hints make experts that they name certain and all others impossible,
+whatever was expected. Hints no better than chance change nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class HintBlend:
     """The hints of a step, and counts of how often hints came true."""
 
     def __init__(self) -> None:
-        """Start with hints that change nothing."""
+        """Start with counts under which hints change no forecast."""
         self._sources = HintSources()
         self._levels: dict[int, dict[int, int]] = {}  # layer -> expert -> level
         self._calibration = Calibration(
@@ -50,7 +50,7 @@ class HintBlend:
         self._levels.clear()
 
     def hint(self, hint: Hint) -> None:
-        """Keep a hint; a third source's and empty hints are ignored."""
+        """Keep a hint; empty hints, and hints of a third source, are ignored."""
         factor = self._sources.factor(hint.source)
         if factor is None or not hint.load.experts:
             return
@@ -65,7 +65,7 @@ class HintBlend:
         return self._calibration.counts()
 
     def restore(self, counts: Counts) -> None:
-        """Continue with another counter's counts."""
+        """Continue with the counts of another `HintBlend`."""
         self._calibration.restore(counts)
 
     def knows(self, layer: int) -> bool:
@@ -73,16 +73,16 @@ class HintBlend:
         return layer in self._levels
 
     def take(self, layer: int) -> Mapping[int, int] | None:
-        """Remove and return a layer's hints if they should be counted now; else None."""
+        """Remove a layer's hints; return them if they should be counted now, else None."""
         levels = self._levels.pop(layer, None)
         return levels if levels and self._calibration.is_due() else None
 
     def observe(self, forecast: Forecast, active: Sequence[int], levels: Mapping[int, int]) -> None:
-        """Count the outcome of a forecast without hints, together with the hints."""
+        """Count the outcome of a forecast made without hints, by the hints' `levels`."""
         self._calibration.observe(forecast, active, levels)
 
     def blend(self, forecast: Forecast, layer: int) -> Forecast:
-        """Return the forecast's chances given the hints; its `scores` are chances then."""
+        """Return the forecast given the hints; the `scores` of the result are chances."""
         levels, chances = self._levels[layer], self._calibration.frequencies
         scores, base, scale = forecast.scores, forecast.base, forecast.scale
         first_bin = base + 1.0 / (CHANCE_BINS * scale)

@@ -33,8 +33,9 @@ class Forecast(NamedTuple):
 
 
 class Prediction(Protocol):
-    """Predicts loads, and learns from observed ones. By default it records nothing and ignores
-    hints.
+    """Predicts loads, and learns from observed loads.
+
+    By default a prediction records nothing and ignores hints.
     """
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
@@ -42,20 +43,21 @@ class Prediction(Protocol):
         return  # not abstract
 
     def hint(self, hint: Hint) -> None:
-        """Take a load for a coming layer, predicted by asking a router."""
+        """Record a coming layer's load, as predicted by running its router ahead."""
         return  # not abstract
 
     def is_hinted(self, layer: int) -> bool:
-        """Tell whether the layer's router has been asked in this step."""
+        """Tell whether there is a hint for the layer in this step."""
         return False
 
     def observe(self, load: LayerLoad) -> None:
-        """Record a layer's real load; layers come in order within a step."""
+        """Record a layer's real load; must be called in the order of layers within a step."""
         return  # not abstract
 
     def learn(self) -> None:
-        """Learn from recorded loads. When this is called changes no answer, so plans need not wait
-        for it.
+        """Learn from recorded loads.
+
+        The time of this call must not change any answer, so plans need not wait for it.
         """
         return  # not abstract
 

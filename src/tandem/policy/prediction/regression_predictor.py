@@ -2,8 +2,8 @@
 
 Expected tokens of each expert = sum of rows: one per expert that the layer above uses now, one per
 expert that the layer used one step before, one per token of the step (if token ids are known). The
-rows learn from their common error (see `regression`); chances are counted (see `calibration`).
-Where the engine looks ahead with the next gate, its hints join in (see `look_ahead`).
+rows learn from their common error (see `regression`); chances are counted (see `calibration`). If
+the engine runs the next gate ahead (see `look_ahead`), its hints are blended in (see `hint_blend`).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ MAX_TOKENS = 64  # a longer step is a prompt and teaches nothing about the next 
 
 
 def prior_of(geometry: Geometry) -> float:
-    """Return the initial value of an expert's row: two rows add up to all equally likely."""
+    """Return the initial value of rows, with which their sum predicts all experts equally."""
     return geometry.top_k / geometry.num_experts / (2 * geometry.top_k)
 
 
@@ -73,7 +73,7 @@ class RegressionPredictor(Prediction):
         self._hints.restore(state.of_hints)
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Find the tokens' rows; a new token takes over its bucket."""
+        """Look up the tokens' rows; a token that is new to its bucket replaces the old token."""
         self.learn()  # before the previous tokens' rows are replaced
         self._above = ()
         self._hints.begin_step()
@@ -123,7 +123,7 @@ class RegressionPredictor(Prediction):
         return Forecast(scores, SUM_OFFSET, 1.0 / ONE, self._calibration.frequencies)
 
     def _note(self, load: LayerLoad) -> None:
-        """Keep a lesson for later, but update its counts now."""
+        """Keep a lesson for later, but count its forecast's and hints' outcomes now."""
         layer = load.layer
         if not self._has_rows(layer):
             return
@@ -159,7 +159,7 @@ class _Tables:
         self._predicted: dict[int, tuple[int, int]] = {}
 
     def begin_step(self, token_ids: Sequence[int]) -> None:
-        """Find the tokens' rows; a new token takes over its bucket."""
+        """Look up the tokens' rows; a token that is new to its bucket replaces the old token."""
         self._token_rows = []
         self._predicted.clear()
         for token in token_ids:

@@ -1,7 +1,7 @@
-"""Counts how often drafted tokens came true, by the evidence for them.
+"""Counts how often drafted tokens were right, by the evidence for them.
 
 Drafts are judged whether they are verified or not, because comparing a draft with the model's
-output costs nothing. So speculation that does not pay now is noticed when it would.
+output costs nothing. So it is noticed when speculation that does not pay now begins to pay.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ class _Rate:
         self.trials = self.trials * decay + 1
 
     def share(self, expected: float, weight: float) -> float:
-        """Return the share; the prior counts as this many tokens."""
+        """Return the share; the prior `expected` counts as `weight` tokens."""
         return (self.hits + expected * weight) / (self.trials + weight)
 
 
@@ -42,7 +42,7 @@ class Acceptance:
     """The weight of the prior, in tokens."""
     common_weight: float = 0.0
     """The weight of the common rate of all kinds, in tokens of one kind: large for positions in a
-    draft, which behave alike; 0 for kinds of matches, which do not."""
+    draft, which behave alike; 0 for kinds of matches, which differ."""
     _common: _Rate = field(default_factory=_Rate)
     _rates: defaultdict[int, _Rate] = field(default_factory=lambda: defaultdict(_Rate))
 
@@ -54,7 +54,8 @@ class Acceptance:
     def chances(self, evidence: Sequence[int], told: Sequence[float] = ()) -> list[float]:
         """Return, for each token of a draft, the chance that it and all before it are right.
 
-        `told` is the drafter's own estimate for each, which counts while little is known.
+        `told` has the drafter's own estimates for the tokens, which count while few tokens with
+        the same evidence have been judged.
         """
         expected, weight = self.prior, self.prior_weight
         if self.common_weight:
@@ -79,7 +80,7 @@ class OpenDraft:
 
     @property
     def is_open(self) -> bool:
-        """Whether more of the draft is to come."""
+        """Whether tokens of the draft are still to be judged."""
         return not self.is_wrong and self.num_judged < len(self.draft.tokens)
 
     def judge(self, tokens: Sequence[int], acceptance: Acceptance) -> None:

@@ -23,11 +23,11 @@ class Drafter(Protocol):
     def draft(self, tokens: Sequence[int]) -> Draft:
         """Return up to `MOST_DRAFTED` tokens that may follow the sequence so far.
 
-        `tokens` is the same sequence at each call, with more at its end.
+        `tokens` must be the same sequence at each call, with more tokens at its end.
         """
 
     def end(self) -> None:
-        """Called when the sequence ends."""
+        """Handle the end of the sequence."""
 
 
 class SureDraft(NamedTuple):
@@ -46,8 +46,8 @@ class PaidDrafter(Protocol):
     ) -> Mapping[int, SureDraft]:
         """Return drafts by slot: up to `most` tokens each, often fewer.
 
-        `histories` are all tokens of the sequences by slot. A drafter that knows its confidence
-        ends a draft when the chance of all its tokens falls below `least`.
+        `histories` has all tokens of each sequence, by slot. A drafter that knows its confidence
+        must end a draft when the chance that all its tokens are right falls below `least`.
         """
 
 

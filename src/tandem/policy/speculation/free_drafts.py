@@ -21,7 +21,7 @@ _FIRST_ALLOWANCE, _ALLOWANCE_PER_TOKEN = 0.5, 0.01
 
 @dataclass(slots=True)
 class _Request:
-    """A request's drafter, its latest draft, and what its drafts may still cost."""
+    """A request's drafter, its latest draft, and its remaining allowance for drafts."""
 
     drafter: Drafter
     open: OpenDraft = field(default_factory=OpenDraft)
@@ -61,7 +61,7 @@ class FreeDrafts:
     _requests: dict[int, _Request] = field(default_factory=dict)
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the drafts with the most tokens per second; none if no draft pays."""
+        """Return the plan with the most tokens per second; None if no size of step is filled."""
         histories, rooms, batch, costs = step
         drafts = {slot: self._drafted(slot, tokens) for slot, tokens in histories.items()}
         chances = {
@@ -84,7 +84,7 @@ class FreeDrafts:
             self._requests.pop(slot).drafter.end()
 
     def _drafted(self, slot: int, tokens: Sequence[int]) -> Draft:
-        """Judge a request's last draft by the new tokens; return the next one."""
+        """Judge a request's last draft by the new tokens; return the next draft."""
         if slot not in self._requests:
             self._requests[slot] = _Request(self.make_drafter())
         request = self._requests[slot]
@@ -98,7 +98,7 @@ class FreeDrafts:
     def _chosen(
         self, size: int, chances: Mapping[int, Sequence[float]], batch: int, costs: StepCosts
     ) -> _Chosen:
-        """Return the likeliest drafted tokens that fill a step and that their requests can pay."""
+        """Return the likeliest tokens that fill a step and fit their requests' allowances."""
         one, seconds, num_drafted = costs.seconds(batch), costs.seconds(size), size - batch
         if one is None or seconds is None or num_drafted <= 0:
             return _Chosen()

@@ -1,8 +1,8 @@
-"""Drafts that take time to make: as many tokens as pay, judging by earlier ones.
+"""Drafts that take time to make: as many tokens as pay, judging by earlier drafts.
 
-A draft's cost is measured like a step's. A drafter is tried a few times at first, and then once in
-a while; in between nothing is drafted if that does not pay. A drafter that reports its confidence
-drafts as many tokens as are likely enough, and the likeliest are verified.
+The cost of drafting is measured, like the cost of steps. A drafter is tried a few times at first,
+and then once in a while; between trials nothing is drafted unless drafts pay. A drafter that
+reports its confidence drafts as many tokens as are likely enough, and the likeliest are verified.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,12 +51,12 @@ class _Terms(NamedTuple):
 
 @dataclass(slots=True)
 class _Judged:
-    """A draft's positions, and the drafter's confidence."""
+    """A draft to be judged, by position in the draft and by the drafter's confidence."""
 
     by_place: OpenDraft
     by_sureness: OpenDraft
     is_cut: bool
-    """Whether the draft has fewer tokens than the drafter was asked for."""
+    """Whether the draft has fewer tokens than were requested."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class PaidDrafts:
     _patience: int = _TRIED_AGAIN_AFTER
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the number of drafted tokens with the most tokens per second, or a trial."""
+        """Return a plan with the number of drafted tokens that is fastest, or a trial."""
         histories, rooms, batch, costs = step
         for slot, tokens in histories.items():
             self._judge(slot, tokens)
@@ -185,14 +185,14 @@ class PaidDrafts:
         )
 
     def _least(self, terms: _Terms) -> float:
-        """Return how likely a token and all before it must be to pay."""
+        """Return the least chance of a token and all before it for which the token pays."""
         costs, most = terms.costs, terms.batch + terms.length
         verified = (costs.seconds(most + 1) or 0.0) - (costs.seconds(most) or 0.0)
         drafted = (self.costs.seconds(terms.length) or 0.0) / terms.length
         return min(_LIKELY, terms.speed * (verified + drafted))
 
     def _worth(self, found: Mapping[int, SureDraft], terms: _Terms) -> Drafts:
-        """Return the likeliest tokens that pay: those faster than the usual speed."""
+        """Return the likeliest tokens, up to the number that gains most over the usual speed."""
         chances = sorted(
             (
                 (chance, slot)

@@ -1,6 +1,4 @@
-"""What a drafting method offers for the next step: its expected speed, and how to get the
-drafts.
-"""
+"""A drafting method's plan for the next step: its expected speed, and how to get the drafts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -50,7 +48,7 @@ class Drafting(Protocol):
 
 
 def best_plan(ways: Iterable[Drafting], step: NextStep) -> Plan | None:
-    """Return the best plan that pays, else the best of all; None: there is nothing to draft."""
+    """Return the best plan that pays, else the best of all; None if no method has a plan."""
     plans = [way.plan(step) for way in ways]
     known = [plan for plan in plans if plan is not None]
     return max(known, key=lambda plan: (plan.is_worth, plan.gain), default=None)

@@ -1,8 +1,8 @@
-"""Prompt look-up: what followed the latest tokens where they last stood in the context.
+"""Prompt look-up: drafts the tokens that followed an earlier occurrence of the latest tokens.
 
-Saxena, "Prompt Lookup Decoding" (2023). Answers that quote, edit or summarise their prompt, and
-code, repeat long parts of it; the context includes the conversation's earlier answers. Kept answers
-to other requests are searched too.
+Saxena, "Prompt Lookup Decoding" (2023). Answers that quote, edit or summarise their prompt repeat
+long parts of it, and so does code. The context to search includes the conversation's earlier
+answers. Kept answers to other requests are searched too.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ class EarlierAnswers:
         self._ends: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Keep an answer, or its beginning; the oldest ones are dropped."""
+        """Keep an answer, or its beginning; the oldest answers are dropped to make room."""
         answer = tuple(tokens[: self._most_tokens])
         if len(answer) <= _LONGEST:
             return
@@ -43,9 +43,7 @@ class EarlierAnswers:
             self._ends[answer[end - _LONGEST : end]] = answer, end
 
     def find(self, tokens: Sequence[int]) -> tuple[Sequence[int], int]:
-        """Return the latest answer that contains the last tokens, and where they end in it; or
-        ().
-        """
+        """Return the latest answer that contains the last tokens, and their end; or ((), 0)."""
         return self._ends.get(tuple(tokens[-_LONGEST:]), ((), 0))
 
     def _drop_oldest(self) -> None:
@@ -61,9 +59,7 @@ class PromptLookup:
     """Finds the latest earlier occurrence of the last two or three tokens."""
 
     def __init__(self, earlier: EarlierAnswers | None = None) -> None:
-        """Start without tokens; `earlier` are kept answers, to which this one is added at its
-        end.
-        """
+        """Start without tokens; `end` will add this answer to the kept answers in `earlier`."""
         self._earlier = earlier
         # N-gram of tokens -> its latest end, without the last n-gram.
         self._ends: dict[tuple[int, ...], int] = {}
@@ -72,7 +68,7 @@ class PromptLookup:
         self._answer_begin = 0
 
     def draft(self, tokens: Sequence[int]) -> Draft:
-        """Return what followed the longest match; empty without one."""
+        """Return the tokens that followed the longest match; an empty draft if there is none."""
         if not self._num_known:
             self._answer_begin = len(tokens) - 1
         self._tokens = tokens
@@ -91,7 +87,7 @@ class PromptLookup:
             self._earlier.add(self._tokens[self._answer_begin :])
 
     def _found(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return where the last tokens ended before, and how many are equal; 0 if nowhere."""
+        """Return the end of an earlier occurrence of the last tokens, and its length; or (0, 0)."""
         for size in range(min(_LONGEST, len(tokens) - 1), _SHORTEST - 1, -1):
             end = self._ends.get(tuple(tokens[-size:]))
             if end is not None:
@@ -99,7 +95,7 @@ class PromptLookup:
         return 0, 0
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Record where n-grams end, before the last token."""
+        """Record the ends of all n-grams, except those that end with the last token."""
         for end in range(self._num_known + 1, len(tokens)):
             for size in range(_SHORTEST, min(_LONGEST, end) + 1):
                 self._ends[tuple(tokens[end - size : end])] = end
@@ -107,7 +103,7 @@ class PromptLookup:
 
 
 def _match_length(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
-    """Return how many tokens before `end` equal the last ones, up to a limit."""
+    """Return how many tokens before `end` equal the last of `tokens`, up to a limit."""
     length, most = 0, min(end, len(tokens), _EVIDENCE[-1])
     while length < most and text[end - 1 - length] == tokens[len(tokens) - 1 - length]:
         length += 1
@@ -115,7 +111,7 @@ def _match_length(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
 
 
 def _draft(text: Sequence[int], end: int, length: int, first_kind: int) -> Draft:
-    """Return what follows a match of this many tokens, with its kinds of evidence."""
+    """Return the tokens after a match of `length` tokens, with their kinds of evidence."""
     found = text[end : end + MOST_DRAFTED]
     lengths = range(length, length + len(found))
     return Draft(found, [first_kind + sum(n >= least for least in _EVIDENCE) for n in lengths])

@@ -25,7 +25,7 @@ _LEAST_SECONDS = 1e-9
 
 @dataclass(slots=True)
 class _Line:
-    """A line through points with a common trend; flat while little is known."""
+    """A line fitted to points, recent ones weighted more; flat while few points are known."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -44,7 +44,7 @@ class _Line:
         self.y = self.y * _LEVEL_DECAY + y
 
     def at(self, x: float, level_weight: float) -> float:
-        """Return the line's value at a place, with a prior for a flat line; 0 without points."""
+        """Return the line's value at `x`, with a prior for a flat line; 0 without points."""
         if not self.weight:
             return 0.0
         slope = self.xy / (self.xx + level_weight)
@@ -55,9 +55,9 @@ class _Line:
 class StepCosts:
     """Seconds of a step by its number of tokens.
 
-    On a log scale they are the shape plus a line: all sizes become faster or slower together when
-    the machine is busy, and more tokens may cost more or less than the shape says. The rest is
-    specific to a size.
+    On a log scale the seconds are the sum of the shape, a line, and a deviation of each size. The
+    line's level changes with the load of the machine, which makes steps of all sizes faster or
+    slower together; its slope corrects the shape's cost of more tokens.
     """
 
     shape: StepShape = field(default_factory=lambda: shape_of_bytes(1.0, 1.0))
@@ -69,9 +69,10 @@ class StepCosts:
     _num_steps: int = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Record a step that is replayed, or never will be; the first of a size is not counted.
+        """Record a step that is a replay, or of a kind that is never replayed.
 
-        That one was still compared with the model's own code.
+        The first step of each size is not counted, because it was still compared with the model's
+        own code.
         """
         self._num_steps += 1
         if num_tokens not in self._own:

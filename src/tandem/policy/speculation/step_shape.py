@@ -1,8 +1,7 @@
-"""The cost of a step of several tokens relative to one token, from the experts that recent tokens
-touched.
+"""The cost of multi-token steps relative to one token, from the experts that recent tokens touched.
 
-So sizes that were never tried have a cost: consecutive tokens share experts, and resident ones cost
-little. Both change along a text, and while the expert cache fills.
+This gives a cost to sizes of steps that were never tried. Consecutive tokens share experts, and
+resident experts cost little; both effects change along a text, and while the expert cache fills.
 """
 
 from collections import deque
@@ -39,7 +38,7 @@ def shape_of_bytes(dense_bytes: float, expert_bytes: float) -> StepShape:
 
 @dataclass(slots=True, weakref_slot=True)
 class TouchedExperts:
-    """The shape for experts that are computed where they are resident, otherwise by the CPU."""
+    """The shape of steps in which the GPU computes resident experts and the CPU all others."""
 
     planner: Callable[[], Planner]
     """Returns the planner, which knows the resident experts and the costs."""
@@ -48,7 +47,7 @@ class TouchedExperts:
     _num_seen: int = 0
 
     def observe(self, load: LayerLoad) -> None:
-        """Observe a planned layer: its tokens, and those before them."""
+        """Update the costs by the experts of a planned layer's tokens and the tokens before."""
         num_layers = self.planner().geometry.num_layers
         if not load.routes or load.layer % max(1, num_layers // _MOST_LAYERS):
             return

@@ -1,8 +1,8 @@
-"""Replaces well-known groups of recorded operations by one native call each.
+"""Replaces well-known groups of recorded operations, each by one native operation.
 
-Groups are found by what they compute, not by the model that they come from. A group that does not
-match in every detail is unchanged; the recorded graph is compared with the model's own step before
-it is trusted.
+Groups are found by their operations, whatever the model is. A group that does not match in every
+detail stays unchanged; the recorded graph is compared with the model's own step before it is
+trusted.
 """
 
 from functools import partial
@@ -29,9 +29,9 @@ from tandem.recording.recorder import Operation
 def fuse(
     operations: list[Operation], tensors: list[Tensor], fixed: set[int], threads: CpuThreads
 ) -> list[Operation]:
-    """Return the operations with groups fused; `fixed` are the tensors that never change.
+    """Return the operations with groups fused; `fixed` are the numbers of constant tensors.
 
-    `threads` compute operations that had no threads of their own.
+    `threads` compute the native operations whose calls bring no threads of their own.
     """
     choice = partial(choice_call, threads)
     patterns: tuple[Finder, ...] = (

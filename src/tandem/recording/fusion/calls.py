@@ -1,4 +1,7 @@
-"""Calls that are native already, without the Python code around them: dense, attention, experts."""
+"""Replaces recorded calls of native kernels by native operations, without the Python code around.
+
+These are packed matrices and embeddings, attention, states, selections, residual streams, experts.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -32,7 +35,7 @@ _MAX_MATRICES = 8  # in one call
 
 
 def find_dense_groups(graph: Graph) -> Iterator[Found]:
-    """Find packed matrices with the same input, so that it is rounded only once."""
+    """Find products of packed matrices with the same input, which is then rounded only once."""
     groups: dict[object, list[Operation]] = {}
     for operation in graph.operations:
         if operation.name == DENSE:
@@ -59,7 +62,7 @@ def _dense_group(graph: Graph, group: list[Operation]) -> Found:
 
 
 def find_calls(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find native calls; `threads` compute experts, other calls have their own."""
+    """Find calls of native kernels; `threads` compute experts, other calls bring their threads."""
     for operation in graph.operations:
         match = _MATCHES.get(operation.name)
         found = None if match is None else match(graph, operation, threads)
@@ -81,7 +84,7 @@ class _Call(NamedTuple):
 def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
     """Match a decode step's attention, for tensors (heads, n_tokens, dim) that are dense in `dim`.
 
-    The tensors of `AttentionCall.beside` may follow them.
+    After queries, keys and values, the call may have the tensors of `AttentionCall.beside`.
     """
     cache, attention, *refs = operation.args
     tensors = [graph.tensor(ref) for ref in refs]
@@ -112,9 +115,9 @@ def _states(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 
 def _selection(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
-    """Match the selections of indexers whose keys are not pooled here, in a decode step.
+    """Match the selections of indexers in a decode step, if the call does not pool keys.
 
-    For keys (n, dim), queries (n, heads, dim), perhaps weights (n, heads).
+    Keys are (n, dim), queries (n, heads, dim), weights (if any) (n, heads).
     """
     cache, new, *tensors = operation.args
     refs = [ref for ref in tensors if ref is not None]
@@ -148,7 +151,7 @@ def _rows(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 
 def _groups(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
-    """Match the products of matrices that each have their own input."""
+    """Match the products of packed matrices that each have an input of their own."""
     owner, weights, x = operation.args
     if graph.tensor(x).stride(-1) != 1:
         return None
@@ -184,7 +187,7 @@ def _mix_out(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 
 def _experts(graph: Graph, operation: Operation, threads: CpuThreads) -> _Call | None:
-    """Match the layers whose experts are one native call."""
+    """Match a layer's experts if the kernels can compute them in one native call."""
     layer, *refs, functions = operation.args
     tensors = [graph.tensor(ref) for ref in refs]
     call = routed_call(threads, operation.function, layer, functions, *tensors)

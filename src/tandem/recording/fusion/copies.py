@@ -46,7 +46,10 @@ def match_copy(graph: Graph, operation: Operation) -> Small | None:
 
 
 def _is_known(graph: Graph, ref: object, result: Ref) -> bool:
-    """Tell whether the cast to the result's dtype is known: integers only without a change."""
+    """Tell whether the kernels can convert a tensor to the result's dtype while copying.
+
+    Integers can be copied, but not converted to another integer dtype.
+    """
     if not isinstance(ref, Ref):
         return False
     source, target = graph.tensor(ref).dtype, graph.tensor(result).dtype
@@ -82,7 +85,7 @@ def _match_interleaved(graph: Graph, operation: Operation, result: Ref) -> Small
 
 
 def _filled(sources: Sequence[Ref], parts_of: Callable[[Tensor], Sequence[Tensor]]) -> Small:
-    """Copy each source to its part of the result."""
+    """Return an operation that copies each source to its part of the result."""
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         for x, part in zip(inputs, parts_of(outputs[0]), strict=True):
@@ -92,7 +95,7 @@ def _filled(sources: Sequence[Ref], parts_of: Callable[[Tensor], Sequence[Tensor
 
 
 def _moved(source: Ref, views_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Small:
-    """Copy a source to a result, both viewed in the same shape."""
+    """Return an operation that copies a source to a result, both viewed in the same shape."""
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         x, out = views_of(inputs[0], outputs[0])

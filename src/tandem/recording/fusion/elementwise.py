@@ -37,7 +37,7 @@ _Operand = Ref | float
 
 
 def match_elementwise(graph: Graph, operation: Operation) -> Small | None:
-    """Match an operation whose operands broadcast to its result, which may be one of them."""
+    """Match an operation whose operands broadcast to its result, also an operation in place."""
     result = operation.outputs[0]
     is_in_place = operation.has_effects
     if result is None or len(operation.outputs) != 1:
@@ -56,7 +56,7 @@ def match_elementwise(graph: Graph, operation: Operation) -> Small | None:
 
 
 def match_cast(graph: Graph, operation: Operation) -> Small | None:
-    """Match a conversion to another dtype without other effects."""
+    """Match a conversion to another dtype that makes a new tensor."""
     if operation.name not in CASTS or operation.has_effects:
         return None
     source, result = operation.args[0], operation.outputs[0]
@@ -93,7 +93,7 @@ def _operand(graph: Graph, value: object, result: Tensor) -> _Operand | None:
 
 
 def kind_and_operands(graph: Graph, operation: Operation) -> tuple[str, list[object]] | None:
-    """Return an operation's kind and operands if their number is right; else None."""
+    """Return an operation's kind and operands; None if its kind or arguments are not supported."""
     name = operation.name.removesuffix("_") if operation.has_effects else operation.name
     args: list[object] = list(operation.args)
     kwargs = operation.kwargs

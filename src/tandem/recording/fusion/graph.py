@@ -11,7 +11,7 @@ from tandem.recording.recorder import Operation, Ref
 
 
 class Found(NamedTuple):
-    """A group of operations, placed at its last one, and its replacement."""
+    """A group of operations, and its replacement, which takes the place of the group's last one."""
 
     group: list[Operation]
     fused: Operation
@@ -20,7 +20,7 @@ class Found(NamedTuple):
 class Graph:
     """Operations with the producer and consumers of each tensor.
 
-    `dtypes` are those that the replacing kernels support.
+    `dtypes` are the dtypes that the replacing kernels support.
     """
 
     def __init__(
@@ -50,27 +50,30 @@ class Graph:
         return bool(self._replaced)
 
     def made_by(self, ref: object, name: str) -> Operation | None:
-        """Return the operation that makes a tensor if it has this name; otherwise None."""
+        """Return the operation named `name` that makes a tensor without effects; None if none."""
         operation = self.maker.get(ref) if isinstance(ref, Ref) else None
         is_it = operation is not None and operation.name == name and not operation.has_effects
         return operation if is_it else None
 
     def only_user(self, ref: Ref | None, name: str) -> Operation | None:
-        """Return the only operation that reads a tensor if it has this name; otherwise None."""
+        """Return the operation named `name` that alone reads a tensor; None if there is none."""
         users = self.users.get(ref, []) if ref is not None else []
         return users[0] if len(users) == 1 and users[0].name == name else None
 
     def found_around(
         self, name: str, match: Callable[[Operation], Found | None]
     ) -> Iterator[Found]:
-        """Yield the results of `match` for each operation with this name."""
+        """Yield the groups that `match` finds around operations named `name`."""
         for operation in self.operations:
             found = match(operation) if operation.name == name else None
             if found is not None:
                 yield found
 
     def is_read_outside(self, group: list[Operation], results: Iterable[Ref | None]) -> bool:
-        """Tell whether an operation outside a group reads its tensors, other than its results."""
+        """Tell whether an operation outside a group reads an intermediate tensor of the group.
+
+        These are all tensors that the group makes, except `results`.
+        """
         made = {ref for operation in group for ref in operation.outputs} - {None, *results}
         return any(user not in group for ref in made if ref for user in self.users.get(ref, []))
 
@@ -79,13 +82,11 @@ class Graph:
         return self.tensors[ref.number]
 
     def shares_memory(self, first: Ref, second: Ref) -> bool:
-        """Tell whether one recorded tensor is a view of the other's memory."""
+        """Tell whether two recorded tensors share memory."""
         return memory_of(self.tensor(first)) == memory_of(self.tensor(second))
 
     def is_written_between(self, refs: Iterable[Ref], first: Operation, last: Operation) -> bool:
-        """Tell whether an operation from `first` on, before `last`, may write one of these
-        tensors.
-        """
+        """Tell whether an operation from `first` up to, not including, `last` may write `refs`."""
         between = self.operations[self._place[id(first)] : self._place[id(last)]]
         read = [*refs]
         return any(
@@ -94,9 +95,10 @@ class Graph:
         )  # fmt: skip
 
     def replace(self, group: list[Operation], fused: Operation) -> None:
-        """Put `fused` in the place of a group's last operation, and drop the others.
+        """Put `fused` in the place of a group's last operation, and drop the group's others.
 
-        No-op if one is replaced already, or if an operation reads a result before that place.
+        Does nothing if an operation of the group is replaced already, or if an operation outside
+        the group reads a result of `fused` before that place.
         """
         if any(id(operation) in self._replaced for operation in group):
             return
@@ -124,7 +126,7 @@ def replaced(
     fixed: set[int],
     dtypes: Container[torch.dtype],
 ) -> list[Operation]:
-    """Return the operations after each finder's groups have been replaced, in order."""
+    """Return the operations with all groups replaced that the finders find, one after another."""
     graph = Graph(operations, tensors, fixed, dtypes)
     for finder in finders:
         for group, fused in finder(graph):
@@ -135,6 +137,6 @@ def replaced(
 
 
 def other(operation: Operation, ref: Ref) -> Any:
-    """Return the other argument of a two-argument operation."""
+    """Return the argument of a two-argument operation that is not `ref`."""
     first, second = operation.args[:2]
     return second if first == ref else first

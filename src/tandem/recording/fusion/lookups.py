@@ -12,7 +12,7 @@ from tandem.recording.recorder import Operation, Ref
 
 
 def match_lookup(graph: Graph, operation: Operation) -> Small | None:
-    """Match an operation that takes int64 indices along one dimension."""
+    """Match an operation that reads or writes at int64 indices along one dimension."""
     result = operation.outputs[0]
     if result is None or operation.kwargs:
         return None
@@ -49,7 +49,7 @@ def _match_rows(graph: Graph, operation: Operation) -> Small | None:
 
 
 def add_rows(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    """Add a lookup of table rows: [table, index] to [rows]."""
+    """Add a lookup of table rows to a program: inputs [table, index], outputs [rows]."""
     (table, index), (out,) = inputs, outputs
     require_contiguous(index)
     rows = table if table.dim() == 2 else table[:, None]

@@ -56,9 +56,9 @@ def _match_norm(graph: Graph, root: Operation, make: MakeNorm) -> Found | None:
 def _follow(
     graph: Graph, chain: list[Operation], source: Ref
 ) -> tuple[list[Operation], Tensor | None, bool] | None:
-    """Match what comes after the scaling: rounding, then the weight, or the other way round.
+    """Match the operations after the scaling: rounding and the weight, in any order.
 
-    Return the whole chain, the weight in fp32, and whether rounding comes before it.
+    Returns the whole chain, the weight in fp32, and whether rounding comes before the weight.
     """
     x = graph.tensor(source)
     if x.dtype not in graph.dtypes or row_stride(x) is None:

@@ -1,7 +1,8 @@
-"""Routers that rank experts by other numbers than their weights: with biases, and by groups.
+"""Finds choices of routers that rank experts not by their weights: with biases, and by groups.
 
-As in DeepSeek-V3, GLM-4 and MiniMax: scores; ranks = scores + bias; perhaps only the groups of
-experts with the greatest sum of best ranks; the greatest ranks; their scores as weights.
+As in DeepSeek-V3, GLM-4 and MiniMax: each expert has a score, and its rank is score + bias. Perhaps
+only the groups of experts with the greatest sums of best ranks are kept. The experts with the
+greatest ranks are chosen; their scores are their weights.
 """
 
 import math
@@ -20,7 +21,7 @@ from tandem.recording.recorder import Operation, Ref
 
 
 class _Groups(NamedTuple):
-    """Which experts may be chosen."""
+    """How groups limit the choice: the number of groups, of kept groups, and of ranks in a sum."""
 
     groups: int = 1
     kept: int = 1
@@ -28,7 +29,7 @@ class _Groups(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """The operations on the chosen scores."""
+    """The operations that turn the chosen scores into weights."""
 
     is_normalised: bool = False
     epsilon: float = 0.0
@@ -36,7 +37,7 @@ class _Weights(NamedTuple):
 
 
 def find_ranked_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find such choices around each gather of scores."""
+    """Find choices by ranks around each gather of scores."""
     return graph.found_around("gather", lambda gathered: _match(graph, gathered, threads))
 
 
@@ -73,7 +74,7 @@ def _match(graph: Graph, gathered: Operation, threads: CpuThreads) -> Found | No
 
 
 def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Groups] | None:
-    """Match the selection of groups: sums of best ranks, the best sums, a mask of the rest."""
+    """Match the selection of groups: sums of best ranks, top-k of the sums, a mask of the rest."""
     if masked.args[2] != -math.inf:  # otherwise masked experts could still be chosen
         return None
     chain: list[Operation] = [masked]
@@ -110,7 +111,7 @@ def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Gr
 
 
 def _follow(graph: Graph, gathered: Operation) -> tuple[list[Operation], _Weights]:
-    """Match the division by the sum of the weights, and a factor."""
+    """Match the division of the weights by their sum and the multiplication by a factor, if any."""
     chain, values = [gathered], gathered.outputs[0]
     weights = _Weights()
     users = graph.users.get(values, []) if values is not None else []

@@ -1,4 +1,4 @@
-"""Operations along one dimension: sums, means, the greatest, softmax, layer norms."""
+"""Matches operations along one dimension: sums, means, extremes, top-k, softmax, layer norms."""
 
 import torch
 from torch import Tensor
@@ -70,12 +70,12 @@ def add_reduction(
     out: Tensor,
     index: Tensor | None = None,
 ) -> None:
-    """Add a sum or the like along a dimension; `index` receives positions."""
+    """Add a reduction along a dimension; `index` receives the positions of extremes."""
     program.add_reduction(kind, _put_last(x, dim), dense(out), index)
 
 
 def _put_last(x: Tensor, dim: int) -> Tensor:
-    """Return a view with a dimension last, after all other dimensions of more than one element."""
+    """Return a view with dimension `dim` last, without other dimensions of one element."""
     others = [d for d in range(x.dim()) if d != dim % x.dim() and x.shape[d] != 1]
     shape = [x.shape[d] for d in (*others, dim)]
     return x.as_strided(shape, [x.stride(d) for d in (*others, dim)], x.storage_offset())

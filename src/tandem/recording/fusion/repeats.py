@@ -1,6 +1,4 @@
-"""Removes operations that repeat an earlier computation, such as each layer's scaling by
-position.
-"""
+"""Removes operations that repeat earlier ones, such as a scaling by position in each layer."""
 
 from dataclasses import replace
 
@@ -14,9 +12,10 @@ _RANDOM = ("rand", "bernoulli", "multinomial", "dropout", "normal", "exponential
 
 
 def without_repeats(operations: list[Operation], tensors: list[Tensor]) -> list[Operation]:
-    """Remove torch operations that repeat an earlier one with the same arguments.
+    """Return the operations without torch operations that repeat an earlier one.
 
-    Keeps operations that read or write memory which any operation modifies in place.
+    A repetition has the same function and arguments. Operations stay if they read or write memory
+    that any operation modifies in place.
     """
     written = {
         memory_of(tensors[r.number]) for op in operations if op.has_effects for r in op.inputs
@@ -53,7 +52,7 @@ def _renamed(operation: Operation, same: dict[Ref, Ref]) -> Operation:
 
 
 def _key(operation: Operation) -> object:
-    """Return a key that is equal for operations with equal results; None if there is none."""
+    """Return a key; operations with equal keys have equal results. None: no such key is known."""
     is_random = any(word in operation.name for word in _RANDOM)
     if operation.has_effects or is_random or not operation.inputs:
         return None

@@ -1,7 +1,8 @@
-"""Rotary embeddings of halves and of pairs.
+"""Finds rotary embeddings of halves and of pairs.
 
-Halves are swapped: two slices, a negation, products and a sum. Pairs are complex numbers,
-multiplied by the rotary frequencies as complex numbers of length 1.
+Models compute rotary embeddings of halves by swapping the halves: two slices, a negation, products
+and a sum. In rotary embeddings of pairs, pairs are complex numbers, which are multiplied by complex
+numbers of length 1.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +27,8 @@ def find_rotaries(
 ) -> Iterator[Found]:
     """Find rotary embeddings around each swap of halves.
 
-    `make` returns the replacement, a function of x, cosines and sines. With `takes_prompts` it also
-    takes the tokens of one sequence: (1, heads, n_tokens, dim).
+    `make` returns the replacement, a function of x, cosines and sines. With `takes_prompts`, x may
+    also be the tokens of one sequence: (1, heads, n_tokens, dim).
     """
     heads_of = _heads_of_any if takes_prompts else _heads_dimension
     return graph.found_around("cat", lambda turned: _match_rotary(graph, turned, make, heads_of))
@@ -63,7 +64,7 @@ def _match_rotary(
 
 
 def find_pair_rotaries(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find rotary embeddings in which complex numbers become real ones again."""
+    """Find rotary embeddings of pairs, around each conversion of complex numbers to real ones."""
     return graph.found_around("view_as_real", lambda real: _match_pairs(graph, real, threads))
 
 
@@ -97,7 +98,10 @@ def _match_pairs(graph: Graph, real: Operation, threads: CpuThreads) -> Found | 
 
 
 def _pairs_heads(graph: Graph, source: Ref, turns_ref: object, result: Ref | None) -> int | None:
-    """Return the dimension of the heads, or None; complex frequencies: (tokens, 1, 1, pairs)."""
+    """Return the number of the heads' dimension; None if the embedding is not supported.
+
+    The complex numbers must be (tokens, 1, 1, pairs).
+    """
     if not isinstance(turns_ref, Ref) or result is None:
         return None
     x, turns, out = graph.tensor(source), graph.tensor(turns_ref), graph.tensor(result)
@@ -134,7 +138,10 @@ def _are_halves(graph: Graph, source: Ref, low: Operation, high: Operation) -> b
 
 
 def _heads_dimension(graph: Graph, source: Ref, cos_ref: object, sin_ref: object) -> int | None:
-    """Return the dimension of the heads: (rows, heads, 1, dim) or (rows, 1, heads, dim)."""
+    """Return the heads' dimension of a tensor (tokens, heads, 1, dim) or (tokens, 1, heads, dim).
+
+    Returns None if the embedding is not supported.
+    """
     if not (isinstance(cos_ref, Ref) and isinstance(sin_ref, Ref)):
         return None
     x = graph.tensor(source)
@@ -151,7 +158,7 @@ def _heads_dimension(graph: Graph, source: Ref, cos_ref: object, sin_ref: object
 
 
 def _heads_of_any(graph: Graph, source: Ref, cos_ref: object, sin_ref: object) -> int | None:
-    """Return the dimension of the heads, also of a sequence's tokens: (1, heads, n_tokens, dim)."""
+    """Return the heads' dimension like `_heads_dimension`, also for (1, heads, n_tokens, dim)."""
     found = _heads_dimension(graph, source, cos_ref, sin_ref)
     if found is not None or not (isinstance(cos_ref, Ref) and isinstance(sin_ref, Ref)):
         return found
@@ -176,7 +183,7 @@ def _heads_of(graph: Graph, x: Tensor) -> int | None:
 
 
 def rotary_call(threads: CpuThreads, heads: int) -> NativeCall:
-    """Return the native call of a rotary embedding."""
+    """Return the native call of a rotary embedding of halves; `heads` is the heads' dimension."""
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (x, cos, sin), (out,) = inputs, outputs

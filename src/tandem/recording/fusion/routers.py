@@ -1,4 +1,4 @@
-"""Routers: their small matrices, and the choice that follows the scores."""
+"""Finds routers: products with their small matrices, and the choice of experts by the scores."""
 
 from collections.abc import Callable, Iterator
 
@@ -19,7 +19,7 @@ _BF16 = find_format("bf16")
 
 
 def find_small_linears(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find small bf16 matrices and multiply them natively, without torch's threads."""
+    """Find linear layers of small bf16 matrices, to multiply without torch's threads."""
     for operation in graph.operations:
         if operation.name != "linear" or operation.kwargs:
             continue
@@ -39,7 +39,7 @@ def find_small_linears(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
 
 
 def pack_small(weight: Tensor, bias: Tensor | None) -> DenseWeight | None:
-    """Return a small layer's weight (out, in) and bias in bf16; None if that is not exact."""
+    """Return a weight (out, in) and bias packed as bf16; None if large, or not exact in bf16."""
     given = [weight] if bias is None else [weight, bias]
     if (
         weight.dim() != 2
@@ -51,7 +51,7 @@ def pack_small(weight: Tensor, bias: Tensor | None) -> DenseWeight | None:
 
 
 def _holds_bf16(graph: Graph, ref: Ref) -> bool:
-    """Tell whether a tensor's values are those of a bf16 tensor, whatever its own dtype."""
+    """Tell whether a tensor is bf16, or fp32 converted from bf16."""
     if graph.tensor(ref).dtype == torch.bfloat16:
         return True
     cast = graph.made_by(ref, "to")
@@ -71,7 +71,7 @@ MakeChoice = Callable[..., Callable[..., object]]
 
 
 def find_choices(graph: Graph, make: MakeChoice) -> Iterator[Found]:
-    """Find choices of the form: softmax, top-k, perhaps normalised, scaled or rounded."""
+    """Find choices of the form: softmax, top-k, then perhaps a norm, a scale or a rounding."""
     for softmax in graph.operations:
         best = graph.only_user(softmax.outputs[0], "topk") if softmax.name == "softmax" else None
         if best is None or best.kwargs or not takes_largest(best):
@@ -89,8 +89,9 @@ def find_choices(graph: Graph, make: MakeChoice) -> Iterator[Found]:
 
 
 def find_choices_first(graph: Graph, make: MakeChoice) -> Iterator[Found]:
-    """Find choices of the form: top-k, then softmax over the chosen; equal to a normalised
-    softmax.
+    """Find choices of the form: top-k, then softmax over the chosen scores.
+
+    Their weights equal normalised weights of a softmax over all scores.
     """
     for best in graph.operations:
         if best.name != "topk" or best.kwargs or not takes_largest(best):
@@ -112,7 +113,7 @@ def find_choices_first(graph: Graph, make: MakeChoice) -> Iterator[Found]:
 
 
 def takes_largest(best: Operation, num_dimensions: int = 2) -> bool:
-    """Tell whether a top-k is over the last dimension, in any order."""
+    """Tell whether a top-k selects the largest values along the last dimension."""
     dim = best.args[2] if len(best.args) > 2 else -1
     is_largest = best.args[3] if len(best.args) > 3 else True
     return dim in (-1, num_dimensions - 1) and bool(is_largest)
@@ -146,7 +147,7 @@ def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, make: MakeCh
 
 
 def _division_by_sum(graph: Graph, values: Ref) -> list[Operation] | None:
-    """Return the sum of the chosen weights and the division by it, if they come next."""
+    """Return the sum of the chosen weights and the division by that sum, if they come next."""
     users = graph.users.get(values, [])
     if len(users) < 2 or users[0].name != "sum" or users[1].name not in ("div", "div_"):
         return None

@@ -1,6 +1,6 @@
-"""Single native operations that no pattern has taken.
+"""Makes single operations native that belong to no group of another pattern.
 
-Left in torch, each would split a program in two.
+An operation left in torch splits a program in two.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ _MATCHES: tuple[Callable[[Graph, Operation], Small | None], ...] = (
 
 
 def find_small(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find the operations that csrc/tensor_ops.hpp has."""
+    """Find operations that have a native counterpart in csrc/tensor_ops.hpp."""
     for operation in graph.operations:
         if isinstance(operation.function, NativeCall) or not operation.outputs:
             continue

@@ -1,4 +1,7 @@
-"""Tensors in the form of the small native operations (csrc/tensor_ops.hpp), with any strides."""
+"""Brings tensors with any strides to the form that small native operations read and write.
+
+These operations are in csrc/tensor_ops.hpp.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -17,16 +20,17 @@ MAX_DIMENSIONS = 4
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return an output tensor, which must be contiguous; raises `NotRecordableError`."""
+    """Return an output tensor; raises `NotRecordableError` if it is not contiguous."""
     if not x.is_contiguous():
         raise NotRecordableError("a native operation would write a tensor that has gaps")
     return x
 
 
 def in_four_dimensions(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one shape as tensors of at most four dimensions, in the same order.
+    """Yield tensors of one shape, in the same order, as tensors of at most four dimensions.
 
-    Adjacent dimensions are merged if their strides allow it in all tensors.
+    Adjacent dimensions are merged if their strides allow that in all tensors. If more than four
+    dimensions remain, the tensors are yielded in parts.
     """
     shape = tensors[0].shape
     strides = [x.stride() for x in tensors]
@@ -60,7 +64,7 @@ def _cut(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 def add_combination(
     program: _native.Program, kind: int, operands: Sequence[Tensor | float], out: Tensor
 ) -> None:
-    """Add `out` = kind(operands); operands are numbers, or tensors that broadcast to `out`."""
+    """Add `out` = kind(operands) to a program; an operand is a number or broadcasts to `out`."""
     tensors = [x.expand(out.shape) for x in operands if isinstance(x, Tensor)]
     for parts in in_four_dimensions([out, *tensors]):
         rest = iter(parts[1:])
@@ -69,9 +73,7 @@ def add_combination(
 
 
 class Small(NamedTuple):
-    """A small native operation: the tensors that it reads, and a function that adds it to a
-    program.
-    """
+    """A small native operation: the tensors it reads, and a function that adds it to a program."""
 
     refs: Sequence[Ref]
     add: Callable[[_native.Program, list[Tensor], list[Tensor]], None]

@@ -29,9 +29,9 @@ class Recipe:
 
 
 Names = dict[str, "str | Recipe | tuple[str | Recipe, ...]"]
-"""Keys: a parameter's name within its layer or the end of it, with or without its kind (weight,
-bias). Values: the tensor's name in the same form; a recipe; or alternatives, of which a file has
-one."""
+"""Keys: a parameter's name within its layer or the end of that name, with or without its kind
+(weight, bias). Values: the tensor's name in the same form; a recipe; or a tuple of alternatives, of
+which a file has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,9 @@ class Architecture:
     """Whether some files of this architecture have no experts."""
 
     def recipe(self, parameter: str, has: Callable[[str], bool]) -> Recipe | None:
-        """Return how to make a parameter, named within its layer, from tensors that the file
-        has.
+        """Return how to make a parameter, named within its layer; None if that is impossible.
+
+        `has` tells whether the file has a tensor.
         """
         for names in (self.names, COMMON):
             for recipe in _found(names, parameter):
@@ -60,7 +61,7 @@ class Architecture:
 
 
 def _found(names: Names, parameter: str) -> Sequence[Recipe]:
-    """Return the recipes under the longest matching end of a parameter's name."""
+    """Return the recipes of the longest key that a parameter's name ends with."""
     parts = parameter.split(".")
     for start in range(len(parts)):
         whole = ".".join(parts[start:])
@@ -79,13 +80,13 @@ def _with_kind(entry: str | Recipe, suffix: str) -> Recipe:
 
 
 def less_one(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
-    """Return a norm's weight less one: llama.cpp stores 1 + weight."""
+    """Return a norm's weight, which llama.cpp stores plus one."""
     (weight,) = parts
     return weight.float() - 1
 
 
 def _joined_latents(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
-    """Join (heads, latents, width of keys) and (heads, width of values, latents)."""
+    """Join projections of keys (heads, latents, width) and of values (heads, width, latents)."""
     keys, values = parts
     return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
 

@@ -76,7 +76,7 @@ def _compression(header: GgufHeader) -> tuple[list[str], dict[str, int]]:
 
 
 def _limit(header: GgufHeader) -> float | None:
-    """Return the clamp of gate and up, which Transformers has once for all layers."""
+    """Return the clamp of gate and up; Transformers has a single clamp for all layers."""
     limits: set[float] = set()
     for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
         value = header.value(key, [])
@@ -90,7 +90,7 @@ def _limit(header: GgufHeader) -> float | None:
 
 
 def _ids(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
-    """Return a table of expert numbers in Transformers' form."""
+    """Return a table of expert numbers as int64, which Transformers uses."""
     return parts[0].long()
 
 

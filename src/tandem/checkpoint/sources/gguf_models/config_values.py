@@ -17,10 +17,10 @@ _OPTIONAL = (
 def config_of(
     header: GgufHeader, model_type: str, without: Sequence[str] = (), /, **own: object
 ) -> PreTrainedConfig:
-    """Return a config with the values that all architectures share, and the `own` ones.
+    """Return a config with the values that all architectures share, and the given `own` values.
 
-    `without` names values that this architecture lacks. Raises `ModelError` for a value that the
-    file lacks.
+    `without` names values that this architecture lacks. Raises `ModelError` if the file lacks
+    another value.
     """
     from transformers import AutoConfig
 
@@ -65,7 +65,7 @@ def num_dense_layers(header: GgufHeader) -> int:
 
 
 def mlp_types(header: GgufHeader) -> list[str]:
-    """Return "sparse" or "dense" for each layer, as configs with such a list have it."""
+    """Return each layer's type, "sparse" or "dense", for configs that list the types."""
     dense = num_dense_layers(header)
     return ["dense"] * dense + ["sparse"] * (num_layers(header) - dense)
 
@@ -106,8 +106,9 @@ def windowed_layers(windows: Sequence[object]) -> list[str]:
 
 
 def layer_types(header: GgufHeader, **marks: str) -> list[str]:
-    """Return each layer's type: that of the first listed tensor that it has, else full
-    attention.
+    """Return each layer's type, by the first tensor of `marks` that the layer has.
+
+    A layer without any of these tensors has full attention.
     """
     layers = [f"blk.{layer}." for layer in range(num_layers(header))]
     return [
@@ -160,13 +161,12 @@ def llama3_rope(
     high: float,
     context: int,
 ) -> dict[str, object]:
-    """Return the parameters of the rotary embedding, with Llama 3's scaling if the file has its
-    factors.
+    """Return the rotary `parameters`, with Llama 3's scaling if the file has its factors.
 
-    The file has one factor per frequency and not the parameters behind them: frequencies above
-    `high` turns per `context` positions keep their value, those below `low` are divided by the
-    largest factor. `width` dimensions of a head are rotated. Raises `UnsupportedModelError` for
-    other factors.
+    The file has a factor for each frequency, but not the parameters that gave the factors.
+    Frequencies above `high` turns per `context` positions keep their value, and those below `low`
+    turns are divided by the largest factor. `width` dimensions of a head are rotated. Raises
+    `UnsupportedModelError` if the file's factors differ from those that these numbers give.
     """
     stored = header.tensors.get("rope_freqs.weight")
     if stored is None:

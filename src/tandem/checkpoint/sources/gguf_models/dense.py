@@ -57,7 +57,7 @@ def _llama(header: GgufHeader) -> PreTrainedConfig:
 
 
 def mistral3(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Ministral 3, or of a Mistral without temperatures by position."""
+    """Make the config of a Ministral 3, or of a Mistral if the file has no temperature scale."""
     beta = header.value("attention.temperature_scale")
     if beta is None:
         return _llama(header)

@@ -25,7 +25,7 @@ def qwen2(header: GgufHeader) -> PreTrainedConfig:
 
 
 def qwen3(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Qwen3 with experts, which Qwen3-VL's text model is for text alone."""
+    """Make the config of a Qwen3 with experts, or of Qwen3-VL's text model, used for text alone."""
     return _qwen(header, "qwen3_moe", head_dim=head_dim(header), norm_topk_prob=True)
 
 
@@ -103,9 +103,7 @@ def ernie(header: GgufHeader) -> PreTrainedConfig:
 
 
 def hunyuan(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Hunyuan V1 with experts; the scaling of its positions is folded into
-    theta.
-    """
+    """Make the config of a Hunyuan V1 with experts; its theta includes the scaling of positions."""
     return config_of(
         header,
         "hunyuan_v1_moe",

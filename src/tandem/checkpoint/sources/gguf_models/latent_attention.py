@@ -1,4 +1,4 @@
-"""Architectures with latent attention: DeepSeek's and GLM's, with indexers too."""
+"""Architectures with latent attention, with or without indexers: DeepSeek and GLM."""
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
 from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Names

@@ -123,9 +123,7 @@ def _kimi_values(header: GgufHeader) -> dict[str, object]:
 
 
 def log_of_negative(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
-    """Return the logarithm of a decay rate, which llama.cpp stores negated and without
-    logarithm.
-    """
+    """Return the logarithm of a decay rate; llama.cpp stores the negative rate."""
     (rate,) = parts
     return rate.float().neg().log()
 
@@ -138,8 +136,8 @@ def _log(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
 def _tiled(config: PreTrainedConfig, width: int) -> Tensor:
     """Return the order in which llama.cpp stores the rows of value heads.
 
-    Transformers groups them by key head; llama.cpp stores the first one of each key head, then the
-    second.
+    Transformers groups value heads by key head; llama.cpp stores the first value head of every key
+    head, then the second of every key head, and so on.
     """
     keys = config.linear_num_key_heads
     rows = torch.arange(config.linear_num_value_heads * width, device="cpu")

@@ -1,4 +1,4 @@
-"""Architectures with Mamba layers: Jamba, Nemotron-H and Granite 4 H; and Granite without."""
+"""Architectures with Mamba layers (Jamba, Nemotron-H, Granite 4 H), and Granites without them."""
 
 from tandem.checkpoint.sources.gguf_header import GgufHeader
 from tandem.checkpoint.sources.gguf_models.architecture import Architecture, Names, Recipe
@@ -106,7 +106,7 @@ def granite_hybrid(header: GgufHeader) -> PreTrainedConfig:
 
 
 def granite(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Granite with experts and attention alone."""
+    """Make the config of a Granite with experts and without Mamba layers."""
     shared = header.value("expert_shared_feed_forward_length")
     own = {} if shared is None else {"shared_intermediate_size": shared}
     return config_of(

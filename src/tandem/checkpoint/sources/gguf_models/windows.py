@@ -1,4 +1,4 @@
-"""Architectures with two kinds of attention, whole and in a window or chunks, such as Gemma 4."""
+"""Architectures that mix full attention with attention in a window or chunks, such as Gemma 4."""
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def _gemma4_experts(header: GgufHeader) -> dict[str, object]:
 
 
 def _first(heads: list[int], windows: list[int], is_window: bool) -> int:
-    """Return the number of heads of the first layer of a kind, or of the first layer."""
+    """Return the heads of the first layer with or without a window, or else of layer 0."""
     of_kind = (n for n, window in zip(heads, windows, strict=True) if bool(window) == is_window)
     return next(of_kind, heads[0])
 
