@@ -115,6 +115,21 @@ def test_a_kv_cache_that_cannot_grow_goes_on_as_it_is(
     torch.testing.assert_close(rows.decode([50]), expected)
 
 
+def test_the_memory_that_lacks_is_named(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, zeros = cuda_pool(models["mixtral"], [[40, 41, 42]], 4), torch.zeros
+
+    def scarce(shape: Any, **options: Any) -> torch.Tensor:
+        if shape == (5,):  # a layer's addresses
+            raise torch.OutOfMemoryError("made up")
+        return zeros(shape, **options)
+
+    monkeypatch.setattr(torch, "zeros", scarce)
+    with pytest.raises(CapacityError, match="no memory for 40 B of sequence slots"):
+        rows.prefill()
+
+
 def test_rows_that_nobody_has_any_more_make_room_before_experts_do(
     models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,17 @@ def test_chunks_of_a_large_model_are_not_short_in_vain() -> None:
     assert max(gaps[len(gaps) // 2 :]) < 1.75 * shortest + 0.05
 
 
+def test_chunks_of_a_large_model_are_longer_if_many_prompts_wait() -> None:
+    lengths = []
+    for part in (0.5, 0.25, 0.125):
+        pace = Pace(0.5)
+        for _ in range(20):
+            num_tokens = pace.chunk_tokens(4 * MOST)
+            pace.prefilled(num_tokens, 0.8 + 0.008 * num_tokens, part=part)
+        lengths.append(pace.chunk_tokens(4 * MOST))
+    assert lengths == pytest.approx([100, 300, 700], rel=0.1)
+
+
 def test_a_slow_first_chunk_does_not_make_the_next_ones_long() -> None:
     pace = Pace(0.5)
     pace.prefilled(16, 9.0)

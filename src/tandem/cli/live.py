@@ -29,8 +29,8 @@ def require_terminal(out: TextIO) -> None:
     """Raise `ConfigError` unless `out` is a terminal with room for the panel."""
     if not out.isatty() or shutil.get_terminal_size().lines < _LEAST_LINES:
         raise ConfigError(
-            f"--live draws on a terminal of {_LEAST_LINES} lines or more, and standard error is "
-            "none; leave it out"
+            f"--live draws on a terminal of {_LEAST_LINES} lines or more, and standard error is no "
+            "such terminal; leave --live out"
         )
 
 

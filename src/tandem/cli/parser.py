@@ -21,7 +21,7 @@ COMMANDS = {
     "pack": "write a model as a packed checkpoint, which loads at the disk's speed",
     "models": "list the models on this machine, or remove some",
     "compare": "compare the speed and answers of Tandem and llama.cpp on one GGUF file",
-    "bench": "measure the expert kernels against this machine's ceilings",
+    "bench": "measure a model's speed, or the expert kernels', against this machine's ceilings",
     "quality": "measure a model's loss against a reference: divergence and perplexity by domain",
     "importance": "collect the importance of matrices' inputs, for rounding weights",
     "trace": "record what a model's routers choose",

@@ -39,11 +39,11 @@ class ChunkCosts:
         terms = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
         self._sums = [_KEPT * old + new for old, new in zip(self._sums, terms, strict=True)]
 
-    def tokens_within(self, seconds: float) -> float:
-        """Return the number of tokens of a chunk that takes `seconds`.
+    def tokens_within(self, seconds: float, part: float) -> float:
+        """Return the number of tokens of a chunk that takes this many seconds.
 
-        If the fixed cost leaves room for hardly any token, the chunk may take twice the fixed cost
-        instead.
+        If the fixed part leaves room for hardly any, the tokens take as long as the fixed part, or
+        as many times longer as more prompts wait than streams run: `part` is the streams' share.
         """
         weight, tokens, total, squares, products = self._sums
         mean_tokens, mean_seconds = tokens / weight, total / weight
@@ -54,7 +54,9 @@ class ChunkCosts:
             per_token = min(max(slope, 0.01 * per_token), per_token)
         fixed = mean_seconds - per_token * mean_tokens
         room = seconds - fixed
-        return (fixed if room < _LEAST_TOKENS * per_token else room) / per_token
+        if room < _LEAST_TOKENS * per_token:
+            room = fixed * max(1.0, (1 - part) / part)
+        return room / per_token
 
 
 class Pace:
@@ -102,7 +104,7 @@ class Pace:
         if seconds <= 0 or num_tokens < 0.5 * self._num_tokens:
             return
         room = self._max_gap_seconds - (0.0 if has_decoded else self._decode_seconds)
-        wanted = self._costs.tokens_within(max(room, _LEAST_SHARE * self._max_gap_seconds))
+        wanted = self._costs.tokens_within(max(room, _LEAST_SHARE * self._max_gap_seconds), part)
         change = min(max(wanted / num_tokens, 1 / _MOST_CHANGE), _MOST_CHANGE)
         self._num_tokens = num_tokens * change
 

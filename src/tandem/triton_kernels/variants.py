@@ -1,8 +1,8 @@
 """Launches once each kernel that a model's batches can need, so that it is compiled and loaded.
 
-Triton compiles a kernel for each tile size and caches it on disk. A model with one layout needs 18
-kernels, which take seconds each to compile; compiled on demand, they would make the first requests
-slow.
+Triton compiles a kernel for each tile size and caches it on disk. A model with one layout needs
+more than ten kernels, which take seconds each to compile; compiled on demand, they would make the
+first requests slow.
 """
 
 from collections.abc import Callable

@@ -7,6 +7,7 @@ filled positions, rounded up to a power of two (the *attended length*), with a m
 """
 
 import gc
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError
+from tandem.core.units import format_bytes
 from tandem.kernels.attention import AttentionForm, DistanceBias, Segment
 from tandem.kernels.device_states import Run, StateKernels, TorchStates
 from tandem.kernels.hyper_connections import StreamKernels
@@ -330,13 +332,11 @@ class StaticKvCache(SlotCache):
             try:
                 return torch.zeros(shape, dtype=dtype, device=self._device)
             except torch.OutOfMemoryError as error:
-                if (
-                    not has_collected
-                ):  # slots and their steps know each other: earlier ones may wait
+                if not has_collected:  # slots and their steps know each other: some may wait
                     has_collected = True
                     gc.collect()
                 elif not self._make_room():
-                    what = what or f"a KV cache of {shape[0]} slots of {shape[2]} tokens"
+                    what = what or _described(shape, dtype)
                     raise CapacityError(
                         f"the GPU has no memory for {what}; use fewer prompts at once, shorter "
                         "ones or more gpu_memory"
@@ -374,3 +374,10 @@ def _with_mask(call: AttentionCall) -> AttentionCall:
 
 def _rounded(tokens: int) -> int:
     return -(-tokens // _SHORTEST_LENGTH) * _SHORTEST_LENGTH
+
+
+def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Return what a tensor is for a message: keys and values have four dimensions."""
+    if len(shape) == 4:
+        return f"a KV cache of {shape[0]} slots of {shape[2]} tokens"
+    return f"{format_bytes(math.prod(shape) * dtype.itemsize)} of sequence slots"
