@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Serve until a signal; returns the exit code."""
     options = from_flags(ServerOptions, flags)
-    own = from_flags(ServeOptions, flags)
+    offload, own = offload_options(flags), from_flags(ServeOptions, flags)
     try:
         from tandem.apis.images import allowed_directory
         from tandem.cli.served import engine_settings, served_offload, server_keys
@@ -77,7 +77,7 @@ def run(flags: argparse.Namespace) -> int:
         load_model=functools.partial(
             load_model_and_tokenizer,
             found,
-            served_offload(offload_options(flags), options),
+            served_offload(offload, options),
             quiet=True,
             dense_dtype=own.dense_dtype,
             keeper=Keeper(from_flags(KeepOptions, flags), quiet=own.quiet, may_ask=False),
