@@ -39,7 +39,10 @@ _SHOWN_SIZES = 3
 
 @dataclass(frozen=True, slots=True)
 class HeldTensors:
-    """The bounds that a checkpoint's tensors set on the model's size."""
+    """Upper limits on layers and weights, derived from a checkpoint's tensors.
+
+    Sizes in the config are checked against them.
+    """
 
     names: Iterable[str]
     num_tensors: int

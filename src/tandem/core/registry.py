@@ -44,7 +44,7 @@ class Registry(Generic[T]):
         return add
 
     def extended(self, more: Mapping[str, Callable[..., T]]) -> "Registry[T]":
-        """Return a registry with `more` names besides this registry's present and future names."""
+        """Return a registry with `more` added; names registered here later appear too."""
         longer: Registry[T] = Registry(self.kind)
         longer._factories = ChainMap(dict(more), self._factories)
         longer.former = self.former

@@ -1,4 +1,4 @@
-"""Layers that are routed by token id alone: their experts are read and copied ahead.
+"""Layers that are routed by token id alone: their experts are read early and prefetched.
 
 DeepSeek-V4's first layers look up a token's experts in a table. These experts are known before the
 step begins, so their disk reads start with the step, and the executor knows them in advance.

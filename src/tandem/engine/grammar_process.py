@@ -39,7 +39,7 @@ class Tables(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocabulary: int, end_ids: Sequence[int]) -> "Tables":
-        """Return the inputs for a tokenizer and a vocabulary as wide as the model's scores."""
+        """Return the inputs for a tokenizer; `vocabulary` is the size of the model's logits."""
         backend = copy.copy(getattr(tokenizer, "backend_tokenizer", None))
         if backend is None:
             return cls(None, vocabulary, tuple(end_ids))

@@ -2,8 +2,8 @@
 
 Pieces bypass the system's page cache (O_DIRECT), which has the speed of memory. They are read into
 huge pages, as slots consist of huge pages; into pages of 4 KB, a virtual disk reads at half the
-rate. Where a file system refuses O_DIRECT, or buffers in spite of it, each piece is dropped from
-the page cache before it is read, which has no effect while a process maps it.
+rate. Where a file system refuses or ignores O_DIRECT, each piece is first dropped from the page
+cache. This has no effect while a process has the file mapped.
 """
 
 import contextlib

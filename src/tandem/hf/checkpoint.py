@@ -61,7 +61,7 @@ class Checkpoint:
 
     @property
     def held(self) -> HeldTensors:
-        """The bounds that the tensors set on the model's size."""
+        """Upper limits on layers and weights, from the tensors, to check the config against."""
         entries = self.files.entries
         elements = sum(entry.most_elements for entry in entries.values())
         return HeldTensors(entries, len(entries), elements)

@@ -134,7 +134,7 @@ def target_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]
 def takes_logits_to_keep(model: PreTrainedModel) -> bool:
     """Tell whether a forward can compute the logits of some tokens only.
 
-    Replaces `_supports_logits_to_keep` (5.17 to today), which only `generate`'s models have.
+    Replaces `_supports_logits_to_keep` (5.17 to today), which only models with `generate` have.
     """
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 

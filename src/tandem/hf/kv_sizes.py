@@ -39,7 +39,7 @@ class KvSizes(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes per token in all layers, without windows."""
+        """Bytes per token over all layers, as if no layer had a window."""
         return sum(num_bytes for _, num_bytes in self.layers)
 
     def bytes_of(self, num_tokens: int) -> int:

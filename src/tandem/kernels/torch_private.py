@@ -66,8 +66,8 @@ def end_allocation_to_pool(device_idx: int, pool: object) -> None:
 def operator_schema(function: object) -> torch._C.FunctionSchema | None:
     """Return torch's schema of an operator; None for other functions.
 
-    It tells whether results alias arguments or change them, which no public call does (2.11 to
-    today).
+    The schema tells whether results alias arguments and whether arguments are changed. No public
+    call tells this (2.11 to today).
     """
     return getattr(function, "_schema", None)
 
@@ -89,5 +89,5 @@ def spin_gpu(cycles: int) -> None:
 def tensor_without_values(
     kind: type[TensorKind], shape: tuple[int, ...], dtype: torch.dtype
 ) -> TensorKind:
-    """Create a tensor of a subclass without memory, which no public call does (2.11 to today)."""
+    """Create a subclass's tensor without memory; no public call can do this (2.11 to today)."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype)

@@ -64,7 +64,10 @@ class AttentionCall(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """The tensors of `AttentionCall.beside` by name, for a known layer on the CPU."""
+    """The optional tensors of an attention call by name; CPU only.
+
+    The layer determines which of them exist, except for `selected`.
+    """
 
     compressed: Tensor | None
     bias_states: Tensor | None

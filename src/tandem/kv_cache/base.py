@@ -215,7 +215,10 @@ class SlotCache(ABC):
         return self.reachable(slot, min(length, self.seen_whole(slot)))
 
     def seen_whole(self, slot: int) -> int:
-        """Return how many of a slot's first tokens have the keys that a prompt would compute."""
+        """Return how many leading tokens of a slot have the keys and values of a prefill.
+
+        These are the keys and values that a prefill of the same tokens would compute.
+        """
         windows = self.prompt_windows.values()
         return min([self.lengths[slot], *(self.prompt_lengths[slot] + w for w in windows)])
 

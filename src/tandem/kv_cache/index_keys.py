@@ -269,7 +269,7 @@ def _cut(tokens: range, count: int) -> Iterator[slice]:
 
 
 def scores_of(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the scores (n_tokens, n_blocks) of blocks' keys for tokens.
+    """Return each token's score for each block: (n_tokens, n_blocks).
 
     `keys` are (n_blocks, dim) or (n_tokens, n_blocks, dim).
     """

@@ -1,4 +1,4 @@
-"""Chooses which experts of a coming layer to copy ahead and which to evict: the plain reference.
+"""Chooses which experts of a coming layer to prefetch and which to evict: the plain reference.
 
 In planned steps, copies use idle link time and cache slots: first free slots, then the slots of
 residents that are less likely to be used. In a step in one graph no expert can be evicted for a
@@ -33,7 +33,7 @@ class Coming(NamedTuple):
 
 
 class Ahead:
-    """Chooses experts to copy ahead, with any policies; the caller makes the copies."""
+    """Chooses experts to prefetch, with any policies; the caller makes the copies."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Ahead:
                 yield victim
 
     def _copies_in_time(self, coming: Coming) -> int:
-        """Return how many copies ahead of a layer the link can carry while it is idle.
+        """Return how many prefetches for a layer the link can carry while it is idle.
 
         In planned steps, if the layer has a hint, one copy may end after the layer begins, but
         sooner than the CPU could compute the expert: otherwise the layer would fetch it then.
@@ -147,7 +147,7 @@ class Ahead:
         return int(is_sooner and self.prediction.is_hinted(coming.layer))
 
     def _terms(self, first: int, room: int, idle_copies: int) -> PrefetchTerms:
-        """Return the terms of copies ahead for the layer whose first expert has the key `first`."""
+        """Return the terms of prefetches for the layer whose first expert has the key `first`."""
         slots = self._residency.slot_of[first : first + self._residency.geometry.num_experts]
         gain, link_seconds = self._costs.cpu[1], self._link.copy_seconds
         return PrefetchTerms(slots, room, idle_copies, link_seconds, self.price, gain)

@@ -1,7 +1,7 @@
-"""Copies experts ahead of coming layers: the decider chooses them, and this module queues them.
+"""Prefetches experts for coming layers: the decider chooses them, and this module queues them.
 
 In planned steps, the next layer's experts are copied first; a later layer with a known load follows
-once no nearer layer has experts left to copy. In a step in one graph, copies ahead precede copies
+once no nearer layer has experts left to copy. In a step in one graph, prefetches precede copies
 of this layer's misses for later steps: an admitted miss may save time often, but avoiding a miss of
 the next layer saves time now.
 """
@@ -18,7 +18,7 @@ from tandem.policy.residency import NOWHERE, Residency
 
 
 class CopiesAhead:
-    """Queues the copies ahead of a step's layers, and holds the step's known loads."""
+    """Queues the prefetches for a step's layers, and holds the step's known loads."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class CopiesAhead:
         return tuple(found)
 
     def issue(self, ahead: Iterable[Copy], now: float) -> None:
-        """Queue the copies ahead of a step in one graph on the link."""
+        """Queue the prefetches of a step in one graph on the link."""
         for copy in ahead:
             key = self._residency.geometry.key(copy.layer, copy.expert)
             self._link.issue(key, now + self._costs.copy_wake)

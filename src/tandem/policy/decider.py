@@ -1,6 +1,6 @@
 """Decides which processor computes each expert, which misses get slots, and which experts leave.
 
-It also decides which experts of coming layers are copied ahead. This is the reference, in plain
+It also decides which experts of coming layers are prefetched. This is the reference, in plain
 lists. For policies with a native form, engines use a native decider that makes the same decisions,
 to the last bit (`tandem.experts.cache.native_decider`).
 """
@@ -43,7 +43,7 @@ class Decider(Protocol):
     ) -> Iterable[tuple[int, int]]:
         """Yield (entering, leaving) keys, best first; leaving is NOWHERE for a free slot.
 
-        The link also carries `num_ahead` copies ahead, and the next layer is planned at
+        The link also carries `num_ahead` prefetches, and the next layer is planned at
         `next_plan`. The caller must apply each pair before it requests the next pair.
         """
 
@@ -51,7 +51,7 @@ class Decider(Protocol):
         """Return the keys of a layer's absent experts, the most valuable first, at most `most`."""
 
     def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
-        """Yield (entering, leaving) keys for copies ahead by prediction, best first.
+        """Yield (entering, leaving) keys for prefetches by prediction, best first.
 
         As for `entries`, the caller must apply each pair before it requests the next pair. Copies
         into the cache's own slots wait until `chances` recur.

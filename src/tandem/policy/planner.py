@@ -55,7 +55,7 @@ class Planner:
         `graph_rules` are the rules of steps in one graph, by size; `rule` is the rule of all other
         steps. The `ring` holds fetched experts that are not admitted to the cache; if it has no
         slots, nothing is fetched. `max_fetches` is equation 9 for one layer. With `can_prefetch`,
-        steps in one graph copy predicted experts ahead at `predicting_sizes` and accept hints at
+        steps in one graph prefetch predicted experts at `predicting_sizes` and accept hints at
         `asking_sizes`; planned steps always do both. `copy_price_seconds` is the time that one copy
         costs CPU and GPU. `decider` must return a native decider with the plain decider's
         decisions, or None if there is none for these policies.
@@ -95,10 +95,10 @@ class Planner:
         in_graph: bool = False,
         known: Sequence[LayerLoad] = (),
     ) -> tuple[Copy, ...]:
-        """Start a step of `num_tokens` tokens; returns copies ahead for its first layer.
+        """Start a step of `num_tokens` tokens; returns prefetches for its first layer.
 
         `known` are the loads of layers routed by token id, in the layers' order; these layers are
-        not predicted. For its first layer, a step `in_graph` copies no predicted experts ahead.
+        not predicted. For its first layer, a step `in_graph` prefetches no predicted experts.
         """
         self._rule = self.graph_rule(num_tokens) if in_graph else self._planned_rule
         self._predicts = self.predicts_in_graph(num_tokens) if in_graph else self._can_prefetch
@@ -128,7 +128,7 @@ class Planner:
         return self._graph_rules[capture_size(num_tokens)]
 
     def predicts_in_graph(self, num_tokens: int) -> bool:
-        """Tell whether steps of `num_tokens` tokens in one graph copy predicted experts ahead."""
+        """Tell whether steps of `num_tokens` tokens in one graph prefetch predicted experts."""
         return capture_size(num_tokens) in self.predicting_sizes
 
     def asks_in_graph(self, num_tokens: int) -> bool:
@@ -199,7 +199,7 @@ class Planner:
         )  # fmt: skip
 
     def _decide(self, layer: LayerNow) -> tuple[Split, Iterable[tuple[int, int]], tuple[Copy, ...]]:
-        """Return the split, the (entering, leaving) experts, and a graph's copies ahead."""
+        """Return the split, the (entering, leaving) experts, and a graph's prefetches."""
         split = self._split(layer)
         next_plan = layer.now + split.seconds + self._dense_seconds
         ahead: tuple[Copy, ...] = ()
@@ -230,7 +230,7 @@ class Planner:
         )  # fmt: skip
 
     def problem(self, load: LayerLoad, now: float) -> LayerProblem:
-        """Return a layer's current assignment problem, for a host memory that holds all experts."""
+        """Return a layer's current assignment problem, assuming all experts in host memory."""
         return self._problem(self._layer_now(load, now, b""))
 
     def _problem(self, layer: LayerNow) -> LayerProblem:
@@ -252,7 +252,7 @@ class Planner:
     ) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
         """Assign slots to fetched and to admitted experts; return (fetch, insert) copies.
 
-        On the link, the copies `ahead` are queued between `fetch` and `insert`.
+        On the link, the prefetches `ahead` are queued between `fetch` and `insert`.
         """
         residency, link = self.residency, self.link
         first, set_id = layer * self.geometry.num_experts, residency.set_of(layer)

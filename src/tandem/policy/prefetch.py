@@ -1,7 +1,7 @@
-"""Chooses which predicted experts are copied ahead: one protocol, and its choices by name.
+"""Chooses which predicted experts are prefetched: one protocol, and its choices by name.
 
-Tandem's own choice uses only idle link time, so that a copy ahead never delays a needed copy. No
-slots are set aside: a copy ahead takes the slot of a resident that is less likely to be used.
+Tandem's own choice uses only idle link time, so that a prefetch never delays a needed copy. No
+slots are set aside: a prefetch takes the slot of a resident that is less likely to be used.
 Nothing is copied before chances of a worthwhile copy have recurred (`Recurrence`).
 """
 
@@ -18,7 +18,7 @@ ENOUGH = 8 * LAYERS_PER_CHANCE
 
 
 class PrefetchTerms(NamedTuple):
-    """The present cost and benefit of a copy ahead."""
+    """The present cost and benefit of a prefetch."""
 
     slots: Sequence[int]  # by expert of the coming layer; negative: absent
     room: int  # slots that copies may take
@@ -29,7 +29,7 @@ class PrefetchTerms(NamedTuple):
 
 
 class PrefetchChoice(Protocol):
-    """Chooses experts to copy ahead; must keep no state."""
+    """Chooses experts to prefetch; must keep no state."""
 
     is_staged: bool  # whether copies ahead wait in slots of their own, not in the cache's
     count: int  # limit of copies ahead for one layer
@@ -75,7 +75,7 @@ class Pays(PrefetchChoice):
 
 
 class NoPrefetch(PrefetchChoice):
-    """Copies nothing ahead."""
+    """Prefetches nothing."""
 
     is_staged = False
     count = 0
@@ -91,7 +91,7 @@ class NoPrefetch(PrefetchChoice):
 class Recurrence:
     """Tells recurring chances of a worthwhile copy from isolated chances, with a leaky bucket.
 
-    A copy ahead changes the cache's content from then on, which moves a run of 5 s by up to 0.9 ms
+    A prefetch changes the cache's content from then on, which moves a run of 5 s by up to 0.9 ms
     either way; the copy gains about 0.1 ms (docs/policies.md, "What did not work"). So few copies
     are a gamble and many are a gain.
     """

@@ -1,4 +1,4 @@
-"""Copies ahead in long prompts, which use nearly every expert, so that no prediction is needed.
+"""Prefetches in long prompts, which use nearly every expert, so that no prediction is needed.
 
 While a layer's experts and the next layer's attention are computed, the link would idle until the
 next layer's router has run. So absent experts of the next layer are copied into staging slots, as
@@ -19,7 +19,7 @@ _LEAST_TOKENS = 8
 
 
 class PromptCopies:
-    """Copies experts ahead of the layers of a long prompt."""
+    """Prefetches experts for the layers of a long prompt."""
 
     def __init__(
         self, geometry: Geometry, residency: Residency, link: LinkQueue, decider: Decider
@@ -30,7 +30,7 @@ class PromptCopies:
         self.is_on = False
 
     def begin_step(self, num_tokens: int, *, is_prefill: bool) -> None:
-        """Begin a step; experts are copied ahead only for long prompts."""
+        """Begin a step; experts are prefetched only for long prompts."""
         geometry, residency = self._geometry, self._residency
         is_long = num_tokens * geometry.top_k >= _LEAST_TOKENS * geometry.num_experts
         self.is_on = is_prefill and is_long and residency.capacity[residency.staging] > 0

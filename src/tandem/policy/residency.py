@@ -3,7 +3,7 @@
 All slots are equal and numbered. A *set* is a group of slots that one layer has or all layers
 share: one set per layer is paper 2's set-associative cache (layer = index, slots = ways) and DALI's
 per-layer cache; one set for all layers is a single pool. A further set, `staging`, holds experts
-that are copied for one use or ahead of use. `adopt` exchanges slots between sets; a set's size is
+that are fetched for one use or prefetched. `adopt` exchanges slots between sets; a set's size is
 constant except for slots that it has lent (`tandem.policy.ring`).
 """
 

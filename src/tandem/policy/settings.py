@@ -105,7 +105,7 @@ class PlannerSettings:
         return FETCHING_RULE if capture_size(graph_tokens) in self.fetching_sizes else GRAPH_RULE
 
     def graph_rules(self) -> str:
-        """Describe the rules of steps in one graph, and which sizes of steps copy ahead."""
+        """Describe the rules of steps in one graph, and which sizes of steps prefetch."""
         names = {size: self.rule(graph_tokens=size) for size in CAPTURE_SIZES}
         rules, ahead = names[1], " or ".join(map(str, self.predicting_sizes))
         if len({*names.values()}) > 1:
@@ -134,7 +134,7 @@ class PlannerSettings:
 
     @property
     def may_predict(self) -> bool:
-        """Whether steps in one graph may copy ahead unrequested, in slots that exist anyway."""
+        """Whether steps in one graph may prefetch unrequested, in slots that exist anyway."""
         is_asked = self.must_prefetch or self.prediction != GRAPH_PREDICTION
         return self.can_prefetch and not is_asked and self.copies_prompts
 
@@ -146,9 +146,9 @@ class PlannerSettings:
     def with_predictions(
         self, sizes: tuple[int, ...], asking_sizes: tuple[int, ...] = ()
     ) -> "PlannerSettings":
-        """Return settings with the sizes of steps in one graph that copy ahead.
+        """Return settings with the sizes of steps in one graph that prefetch.
 
-        These are all sizes with `must_prefetch`, else `sizes`. Steps of `asking_sizes` copy ahead
+        These are all sizes with `must_prefetch`, else `sizes`. Steps of `asking_sizes` prefetch
         too, and run each next layer's router ahead.
         """
         if not self.can_prefetch or self.prediction != GRAPH_PREDICTION:
@@ -160,7 +160,7 @@ class PlannerSettings:
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether anything is copied ahead."""
+        """Whether anything is prefetched."""
         return self.prefetch_count > 0 and self.prediction != "none"
 
     def set_sizes(self, geometry: Geometry, num_slots: int) -> list[int]:
@@ -175,7 +175,7 @@ class PlannerSettings:
         return sets_by_layer(num_slots, geometry.num_layers)
 
     def staging_slots(self, num_slots: int) -> int:
-        """Return the number of slots for copies ahead, for the current layer and the next."""
+        """Return the number of slots for prefetches, for the current layer and the next."""
         if not self.can_prefetch:
             return 0
         if self.prefetch == "top-k":

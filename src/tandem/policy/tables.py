@@ -44,7 +44,7 @@ class LearnsInTables:
 
 
 class Tables(Protocol):
-    """Factories of tables."""
+    """Factories of the tables in which the eviction learns."""
 
     @property
     def next_use(self) -> Callable[[Geometry], Sequence[NextUseTable]]:

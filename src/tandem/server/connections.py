@@ -44,7 +44,7 @@ def most_connections() -> int:
 def accepted_at_once(connections: int) -> int:
     """Return how many connections to accept at a time, if at most `connections` are allowed.
 
-    The event loop accepts this number four times before a connection is closed for a new one. The
-    fifth of the descriptors that `most_connections` leaves free must be enough for these.
+    The event loop may accept four such batches before an old connection is closed to make room.
+    `most_connections` keeps one fifth of the descriptors free for these extra connections.
     """
     return max(1, connections // 16)

@@ -216,7 +216,7 @@ class BoundedHttp(HttpToolsProtocol):
         )
 
     def on_message_begin(self) -> None:
-        """Start a head."""
+        """Begin a new request: reset the header counters and the time limit."""
         super().on_message_begin()
         if self._num_open > self._limits.pipelined:
             self._refuse(ApiError(400, "too many requests were sent before one was answered"))
@@ -228,7 +228,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._allow(self._limits.head_seconds)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header, or a trailer."""
+        """Count a header or a trailer, and add it to the request."""
         self._num_headers += 1
         if self._num_headers > self._limits.headers:
             self._refuse(self._too_large())

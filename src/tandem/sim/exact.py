@@ -68,10 +68,11 @@ class Partial(NamedTuple):
     def branched(
         self, i: int, cpu: float, on_gpu: "Partial", gpu: Floats, copies: int
     ) -> "Partial":
-        """Return these answers with expert i on the CPU, then `on_gpu` with it on the GPU.
+        """Return both branches for expert i, concatenated.
 
-        `gpu` are the new GPU times of `on_gpu`; `copies` is the number of fetches that expert i
-        adds there.
+        These are this object's answers with the expert on the CPU, followed by the answers `on_gpu`
+        with it on the GPU. `gpu` are the new GPU times of `on_gpu`; `copies` is 1 if the GPU branch
+        has a fetch to count for the expert, else 0.
         """
         return Partial(
             np.concatenate((self.gpu, gpu)),

@@ -1,10 +1,10 @@
-"""A trial of steps in one graph: at which sizes fetches and copies ahead pay.
+"""A trial of steps in one graph: at which sizes fetches and prefetches pay.
 
 Steps of typical routing run on the virtual clock, with a machine's costs, from a cache of the
 hottest experts. First the trial compares the rule that leaves every miss to the CPU with the rule
-that fetches. Then it compares steps of the better rule without and with copies ahead of the next
+that fetches. Then it compares steps of the better rule without and with prefetches for the next
 layer, from predictions of usual quality; and, if routers can be run ahead, from hints of usual
-quality. With memory over a disk only the rules are tried, because a copy ahead may wait for its
+quality. With memory over a disk only the rules are tried, because a prefetch may wait for its
 read, and later copies wait for that copy. A loaded model, `tandem plan` and `tandem simulate` all
 use this trial, so equal costs and slots give equal settings.
 """
@@ -47,7 +47,7 @@ def settled(
 ) -> PlannerSettings:
     """Return settings whose steps in one graph fetch where that pays, unless a rule is requested.
 
-    Such steps also copy predicted experts ahead, if requested or where that pays in slots that
+    Such steps also prefetch predicted experts, if requested or where that pays in slots that
     exist anyway; and they run routers ahead where that is allowed and pays. `shape` must include
     the graph's host costs. With an older profile that lacks the cost of a second launch, nothing is
     fetched; without the cost of running a router ahead, no router is. Policies learn in `tables`,
@@ -164,14 +164,14 @@ class _Trial:
         return plain > LEAST_GAIN * fetching
 
     def copies_pay(self, size: int, rule: str) -> bool:
-        """Tell whether steps under a rule are sufficiently faster with copies ahead."""
+        """Tell whether steps under a rule are sufficiently faster with prefetches."""
         ahead, plain = (self._seconds(size, rule, by) for by in (_TYPICAL, None))
         return plain > LEAST_GAIN * ahead
 
     def asking_pays(self, size: int, rule: str) -> bool:
         """Tell whether steps are sufficiently faster with copies of experts that routers predict.
 
-        The comparison is with steps without copies ahead. Steps with the trial's stand-in for
+        The comparison is with steps without prefetches. Steps with the trial's stand-in for
         `regression` would not do: it is right as often as `regression`, but names more experts.
         """
         asked, plain = (self._seconds(size, rule, by) for by in (_ASKED, None))

@@ -69,7 +69,7 @@ class Conditions:
         """Return the settings that a real run with these costs would use: see `graph_trial`.
 
         If layers are routed by token id, copies for their known loads use the slots that a GPU sets
-        aside for copies ahead in long prompts.
+        aside for prefetches in long prompts.
         """
         if trace.meta.by_token:
             settings = dataclasses.replace(settings, copies_prompts=True)

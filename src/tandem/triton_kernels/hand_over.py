@@ -287,16 +287,17 @@ def combine(
     most: constexpr,
     on_gpu: constexpr,
 ) -> None:
-    """Write sum over k of weight * row, first to last, to out (rows, num_cols).
+    """Write each token's weighted sum of results, in order of k, to out (n_tokens, num_cols).
 
-    If `most` (see `wait_for`) is not 0, it waits for the host; `number` is the layer's number,
-    counted from 1.
+    If `most` (see `wait_for`) is not 0, the kernel waits for the host before it reads `results`;
+    `number` is the layer's number, counted from 1.
 
-    `rows` (the GPU's) and `results` (the host's) are (rows * top_k, num_cols) fp32. A routed token
-    with an address uses `rows`, an expert without an address `results`; padding adds nothing. A
-    program is (block of columns, row). Each product and each sum is rounded separately, as on the
-    CPU, if the kernel is compiled without fused multiply-add. All rows are requested before the
-    first is added, because each of the host's rows takes a microsecond over the link.
+    `rows` (GPU) and `results` (host) are (n_tokens * top_k, num_cols) fp32. A routed token whose
+    expert has an address takes its result from `rows`, any other from `results`; padding adds
+    nothing. A program is (block of columns, token). Each product and each sum is rounded
+    separately, as on the CPU, if the kernel is compiled without fused multiply-add. All results are
+    requested before the first is added, because each of the host's takes a microsecond over the
+    link.
     """
     token = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * block_cols + tl.arange(0, block_cols)

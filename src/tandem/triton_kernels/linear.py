@@ -40,10 +40,10 @@ def few_rows(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Write x (num_rows, num_cols) @ matrix.T to out (num_rows, num_outputs); 32 lanes a program.
+    """Write x (num_rows, num_cols) @ matrix.T to out (num_rows, num_outputs).
 
-    `image` has codes, scales and the bias of `num_biased` blocks; num_rows must be at most
-    num_tokens.
+    Each program computes 32 outputs. `image` is the address of the packed matrix; its first
+    `num_biased` blocks have a bias. `num_tokens` is the compiled upper bound of `num_rows`.
     """
     lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
     layer = out, image.to(tl.int64), num_outputs, num_blocks, num_biased, scales_offset, bias_offset

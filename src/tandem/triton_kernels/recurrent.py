@@ -67,11 +67,13 @@ def convolve_tokens(
 ) -> None:
     """Write the convolution of each run's tokens if `computes`; then store states if `keeps`.
 
-    States are the last certain inputs; later inputs are logged. All blocks of tokens read the old
-    states, so a launch with `keeps` must have one block of tokens, or follow a launch of all blocks
-    that computes. `out` is (n_tokens, channels), `weight` (width, channels), `states` (slots, width
-    - 1, channels), `log` (slots, 2, most_drafted, channels). A program is (block of channels, block
-    of tokens, run).
+    States hold the last inputs of certain tokens (those that cannot be rejected); later inputs are
+    logged. A launch with `keeps` overwrites the states, so it must either have a single block of
+    tokens, or come after a separate launch with `computes` over all blocks.
+
+    `out` is (n_tokens, channels), `weight` (width, channels), `states` (slots, width - 1,
+    channels), `log` (slots, 2, most_drafted, channels). A program is (block of channels, block of
+    tokens, run).
     """
     channel = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
     mask = channel < channels

@@ -95,8 +95,8 @@ def each_alone(index: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
     `index` (n_tokens, top_k) int64 and `table` (num_experts,), the experts' addresses, are on the
     device. Rows are in the routed tokens' order. Addresses are (n_tokens * top_k,), one per row;
-    the routed tokens' rows are (n_tokens, top_k), -1 for padding. Padding also has a row, with the
-    address of any expert.
+    row numbers are (n_tokens, top_k), -1 for padding. The addresses still have an entry for each
+    padding token: the address of an arbitrary expert; its result is ignored.
     """
     num_rows, index = index.numel(), index.contiguous()
     addresses = torch.empty(num_rows, dtype=torch.int64, device=index.device)

@@ -101,7 +101,7 @@ class GgufHeader:
 
     @property
     def held(self) -> HeldTensors:
-        """The bounds that the tensors set on the model's size."""
+        """Upper limits on layers and weights, from the tensors, to check the config against."""
         elements = sum(math.prod(tensor.shape) for tensor in self.tensors.values())
         return HeldTensors(self.tensors, len(self.tensors), elements)
 

@@ -1,9 +1,11 @@
-"""Finds a checkpoint's MTP layers, and the names of their tensors in a model of one layer.
+"""Finds a checkpoint's MTP layers and maps their tensors' names to those of a one-layer model.
+
+Tandem runs each MTP layer as such a one-layer model.
 
 The known layouts are:
 - layers after the model's last layer (DeepSeek-V3, GLM-4.5, Ling);
-- under `mtp.`, with the modules that join token and hidden state beside the layers (Qwen3-Next,
-  Qwen3.5 and 3.6, Mellum) or in each layer (MiMo V2);
+- under `mtp.`; the modules that combine token and hidden state are stored once, outside the layers
+  (Qwen3-Next, Qwen3.5 and 3.6, Mellum), or in each layer (MiMo V2);
 - under `mtp.` and the layer's number, with separate projections of token and hidden state
   (DeepSeek-V4);
 - under `mtp.`, with each decoder layer in a block of its own (Inkling).

@@ -23,7 +23,7 @@ class Substitution(NamedTuple):
 
 
 def instead(own: Function, forward: Function) -> Function:
-    """Return a function that calls `forward`, and `own` if that returns None."""
+    """Return a function that calls `forward`, and falls back to `own` if it returns None."""
 
     def call(*args: object, **kwargs: object) -> object:
         result = forward(*args, **kwargs)

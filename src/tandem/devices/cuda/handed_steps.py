@@ -220,10 +220,10 @@ def handed_steps(
     bytes_per_second: float | None,
     routers: Sequence[AskedRouter | None] | None = None,
 ) -> HandedSteps | None:
-    """Return captured steps with signals that work on this machine; None: there are none.
+    """Return captured steps, or None if GPU and host of this machine have no working signals.
 
-    Without them, steps run as graph segments; if the machine is the cause, a warning says why.
-    `routers` may be run ahead, see `HandedSteps`.
+    Steps then run as graph segments, and a warning says why. Also returns None, without a warning,
+    if the device has no kernels for grouped experts. `routers` may be run ahead, see `HandedSteps`.
     """
     experts, is_gpu = device.grouped_experts, device.streams.device.type == "cuda"
     if experts is None:

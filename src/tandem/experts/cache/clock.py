@@ -36,7 +36,7 @@ class Clock(Protocol):
         """Return (layer, expert, seconds) of copies that have ended by now, each once."""
 
     def issue(self, copies: tuple[Copy, ...]) -> None:
-        """Queue copies ahead of a step's first layer."""
+        """Queue prefetches for a step's first layer."""
         return
 
     def run(self, load: LayerLoad, plan: LayerPlan) -> None:

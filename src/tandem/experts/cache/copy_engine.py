@@ -29,10 +29,10 @@ class CopyEngine(Protocol):
     slots: Slots
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Queue copies; copies that a layer waits for (`is_needed`) precede copies ahead."""
+        """Queue copies; copies that a layer waits for (`is_needed`) precede prefetches."""
 
     def flush(self) -> None:
-        """Start submitted copies ahead; to be called after the last of several `submit` calls."""
+        """Start submitted prefetches; to be called after the last of several `submit` calls."""
         return
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:

@@ -165,7 +165,7 @@ class ExpertCache:
                 self.planner.copy_finished(layer, expert, seconds)
 
     def cancel_unused(self, layer: int, used: Sequence[int]) -> None:
-        """Cancel copies ahead of a layer that have not begun and that the layer does not need."""
+        """Cancel a layer's prefetches that have not begun and that the layer does not need."""
         stale = [e for at, e in self._under_way if at == layer and e not in used]
         if not stale:
             return

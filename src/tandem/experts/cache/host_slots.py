@@ -134,8 +134,8 @@ class HostSlots:
     def pin(self, pin: Pin) -> None:
         """Pin the slots' memory as far as possible.
 
-        The slots then keep all their memory, because pages that a device reads by address must not
-        be replaced.
+        If any memory was pinned, the slots no longer give memory back under pressure: the device
+        reads these pages by address, so they must stay in place.
         """
         if pin_slots([self._transit, *self._memory], pin).num_bytes > 0:
             self.native.pin()

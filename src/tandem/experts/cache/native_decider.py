@@ -91,7 +91,7 @@ class NativeDecider:
         return _native.most_valued(self._states(layer), values, first, most)
 
     def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
-        """Return (entering, leaving) keys for copies ahead of a layer by prediction."""
+        """Return (entering, leaving) keys for prefetches for a layer by prediction."""
         if self._predictor is None:
             return self._plain.predicted(coming, chances)
         layer, begin, needed_at, in_graph, _ = coming

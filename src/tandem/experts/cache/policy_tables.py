@@ -105,7 +105,7 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
     """Return the policy for the layers of captured steps, from a planner's state.
 
     The policy decides as the planner does for steps in one graph, and updates the same tables: the
-    eviction's, and the prediction's if steps in one graph copy ahead. Returns None for an eviction
+    eviction's, and the prediction's if steps in one graph prefetch. Returns None for an eviction
     without native tables, for slots that layers share, and if plans stage predicted experts too.
     """
     eviction, residency = planner.eviction, planner.residency
@@ -135,10 +135,10 @@ def _graph_predictor(planner: Planner) -> tuple[_native.RegressionPredictor | No
 def resident_lists(
     planner: Planner,
 ) -> tuple[bytes, list[int], list[list[int]], list[list[int]], list[int], list[int], list[int]]:
-    """Return a planner's residency as lists for the native policy, without expired copies ahead.
+    """Return a planner's residency as lists for the native policy; frees expired prefetches first.
 
     The lists are: state by key, slot by key, experts with a slot by layer, free slots by layer, the
-    ring's slots, keys of experts copied ahead, and free slots for further copies ahead.
+    ring's slots, keys of prefetched experts, and free staging slots.
     """
     residency, experts = planner.residency, planner.geometry.num_experts
     residency.release_passed(planner.geometry.num_layers, ())

@@ -96,7 +96,8 @@ class CapturedSteps:
     def begin_on(self, box: int, num_tokens: int, known: Sequence[LayerLoad] = ()) -> None:
         """Begin a step of `num_tokens` tokens in one of the coordinator's mailboxes.
 
-        The device reads no slot yet, so copies ahead for the `known` loads begin at once.
+        Prefetches for the `known` loads start at once, because the device is not reading any slot
+        yet.
         """
         self._enter()
         self._lend_slots(num_tokens)
@@ -227,7 +228,7 @@ class CapturedSteps:
     def _apply_step(self) -> dict[int, _Copies]:
         """Tell the planner the step's decisions; return the copies by layer, -1: before the first.
 
-        Experts that were copied ahead and did not enter the cache are dropped with the step.
+        Prefetched experts that did not enter the cache are dropped with the step.
         """
         copies = {at[0]: self._apply(*at) for at in self.coordinator.take_decided()}
         planner = self._cache.planner
@@ -246,8 +247,8 @@ class CapturedSteps:
     ) -> _Copies:
         """Tell the planner which copies have ended and what was decided in a layer.
 
-        `asked` is the number of staging slots that were requested. An expert that was copied ahead
-        keeps its slot when it enters the cache.
+        `asked` is the number of staging slots that were requested. A prefetched expert keeps
+        its slot when it enters the cache.
         """
         cache, planner = self._cache, self._cache.planner
         geometry, residency = cache.geometry, planner.residency

@@ -64,9 +64,9 @@ class Device(MemoryPool, Protocol):
     """Whether launched batches run in parallel with the host, which then starts its own share
     first."""
     rows: RowMemory
-    """Device memory for rows."""
+    """Reused device buffer for routed tokens' results."""
     host_rows: RowMemory
-    """Host memory for rows, from which `upload` is fast."""
+    """Reused host buffer for routed tokens' results, from which `upload` is fast."""
 
     def memory(self) -> DeviceMemory:
         """Return total and free memory."""

@@ -100,7 +100,7 @@ class CacheStatistics:
 
     @property
     def copies(self) -> int:
-        """All copies: fetched, inserted and copied ahead."""
+        """All copies: fetched, inserted and prefetched."""
         layers = self.layers.values()
         return sum(counts.fetched + counts.inserted for counts in layers) + self.prefetch_issued
 

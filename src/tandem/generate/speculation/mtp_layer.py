@@ -77,9 +77,9 @@ class MtpLayer:
         return len(self._pairs[slot].rows) if slot in self._pairs else 0
 
     def note(self, slot: int, first: int, made: Tensor) -> None:
-        """Add the hidden states `made` of a sequence's positions from `first` on.
+        """Append the hidden states `made` for a sequence's positions from `first` on.
 
-        They replace known hidden states from this position on, in later layers too.
+        Earlier entries from `first` on are dropped, in later MTP layers too.
         """
         self._cut(slot, first)
         known = self._pairs.get(slot)

@@ -127,8 +127,8 @@ class ObservedModel:
     def settings(self, machine: Machine, num_slots: int) -> PlannerSettings:
         """Return the planner's settings for a machine and its slots.
 
-        Steps in one graph fetch and copy ahead if a simulated trial finds this faster. With experts
-        on a disk, they copy ahead and run routers ahead only if the options say so.
+        Steps in one graph fetch and prefetch if a simulated trial finds this faster. With experts
+        on a disk, they prefetch and run routers ahead only if the options say so.
         """
         settings, slots, memory = self.options.planner_settings(), self.host_slots, None
         if slots is not None:

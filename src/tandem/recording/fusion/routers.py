@@ -162,7 +162,7 @@ def _division_by_sum(graph: Graph, values: Ref) -> list[Operation] | None:
 def choice_call(
     threads: CpuThreads, top_k: int, scale: float, *, is_normalised: bool, dtype: torch.dtype
 ) -> NativeCall:
-    """Return the native call of a choice."""
+    """Return the native call that selects each token's top-k experts from the router's logits."""
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (logits,), (weights, index) = inputs, outputs
