@@ -32,15 +32,24 @@ struct GridTables {
     }
     for (unsigned i = 0; i < 128; ++i)
       even_signs[i] = static_cast<std::uint8_t>(i | (std::popcount(i) & 1u) << 7);
-    const std::uint8_t* numbers = encoding(F).table;
-    for (unsigned i = 0; i < 64; ++i) {
-      signed_numbers[i] = numbers[i % 16];
-      for (unsigned pair = 0; pair < 2; ++pair) {
-        const unsigned signs = i >> 2 * pair;
-        spread_signs[pair][i] = static_cast<std::uint8_t>((signs & 1) << 3 | (signs >> 1 & 1) << 7);
-        of_pair[pair][i] = numbers[(i >> 2 * pair & 3) | (i >> (4 + pair) & 1) << 2];
-      }
+    for (unsigned i = 0; i < 64; ++i)
+      kGrid.line_cols == 4 ? fill_lines_of_four(i) : fill_lines_of_eight(i);
+  }
+
+ private:
+  static constexpr const std::uint8_t* kNumbers = encoding(F).table;
+
+  void fill_lines_of_four(unsigned i) {
+    signed_numbers[i] = kNumbers[i % 16];
+    for (unsigned pair = 0; pair < 2; ++pair) {
+      const unsigned signs = i >> 2 * pair;
+      spread_signs[pair][i] = static_cast<std::uint8_t>((signs & 1) << 3 | (signs >> 1 & 1) << 7);
     }
+  }
+
+  void fill_lines_of_eight(unsigned i) {
+    for (unsigned pair = 0; pair < 2; ++pair)
+      of_pair[pair][i] = kNumbers[(i >> 2 * pair & 3) | (i >> (4 + pair) & 1) << 2];
   }
 };
 

@@ -39,7 +39,8 @@ inline Case make_case(Random& random, Format format) {
   return c;
 }
 
-// The activations as the format needs them, quantised by the portable kernels.
+// The activations as the format needs them, quantised by some kernels: AVX-512's have an order of
+// columns of their own for grids.
 struct Rounded {
   std::vector<std::int8_t> quantized;
   std::vector<float> scales;
@@ -47,8 +48,7 @@ struct Rounded {
   std::vector<std::uint16_t> bf16;
   Activations view{};
 
-  explicit Rounded(const Case& c) {
-    const Kernels& portable = portable_kernels();
+  explicit Rounded(const Case& c, const Kernels& kernels = portable_kernels()) {
     const bool is_int8 = is_integer(c.format);
     const std::int64_t groups = is_int8 ? c.cols / c.group : 0;
     quantized.resize(is_int8 ? c.rows.size() : 0);
@@ -58,10 +58,10 @@ struct Rounded {
     for (std::int64_t t = 0; t < c.num_tokens; ++t) {
       const float* row = c.rows.data() + t * c.cols;
       if (is_int8)
-        portable.quantize(row, c.cols, c.group, c.format, quantized.data() + t * c.cols,
-                          scales.data() + t * groups, sums.data() + t * groups);
+        kernels.quantize(row, c.cols, c.group, c.format, quantized.data() + t * c.cols,
+                         scales.data() + t * groups, sums.data() + t * groups);
       else
-        portable.to_bf16(row, c.cols, bf16.data() + t * c.cols);
+        kernels.to_bf16(row, c.cols, bf16.data() + t * c.cols);
     }
     view = {quantized.data(), scales.data(), sums.data(), bf16.data(),
             c.rows.data(),    c.cols,        groups};
