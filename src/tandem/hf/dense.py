@@ -219,7 +219,7 @@ LinearAt = tuple[str, nn.Module, str, nn.Linear]
 
 
 def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[LinearAt]:
-    """Yield every linear layer that is worth packing, on the CPU or, if `on_device`, on a GPU."""
+    """Yield every linear layer that packing pays for, on the CPU or, if `on_device`, on a GPU."""
     least = _LEAST_ROWS * cast("ModelPart", model).config.get_text_config().hidden_size
     routers = router_layers(model)
     for above, parent in model.named_modules():

@@ -58,7 +58,7 @@ class Decider(Protocol):
         """
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        """Return how many experts of a known load are worth a copy, and the copies to start now.
+        """Return how many copies pay for a known load, and the copies to start now.
 
         Each copy is a pair of (entering, leaving) keys.
         """

@@ -18,7 +18,7 @@ _UNSUPPORTED = {
 
 
 class CacheMarked(Body):
-    """A block or tool that may carry `cache_control`: the prompt up to there is worth keeping."""
+    """A block or tool that may carry `cache_control`: the prompt up to there is kept."""
 
     cache_control: _Json | None = None
 

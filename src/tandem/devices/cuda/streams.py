@@ -87,7 +87,7 @@ class CudaStreams:
     def copy(self, stream: Stream, copies: Sequence[HostCopy]) -> None:
         """Queue copies from or to the host on a stream, in any order; returns at once.
 
-        One driver call queues all of them if that is worth it and the host memory is pinned.
+        One driver call queues all of them if that pays and the host memory is pinned.
         """
         if self._batch_copy is not None and stream is not Stream.COMPUTE:
             batch = [

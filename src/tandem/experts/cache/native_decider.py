@@ -113,7 +113,7 @@ class NativeDecider:
         return pairs
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        """Return how many copies a known load is worth, and (entering, leaving) keys to copy now.
+        """Return how many copies pay for a known load, and (entering, leaving) keys to copy now.
 
         A leaving key is NOWHERE for a free or staging slot.
         """
