@@ -347,10 +347,10 @@ void bind_deciding(nb::module_& m) {
   m.def("known_ahead", &known_ahead);
   m.def("over_lowest", &over_lowest_of);
   m.def("known_reads", &known_reads_of);
-  m.def("prompt_reads", [](nb::handle on_device, const Scores& scores) {
+  m.def("prompt_reads", [](nb::handle on_device, const Scores& scores, std::size_t most) {
     const Buffer states(on_device);
     require(states.size() == static_cast<std::int64_t>(scores.size()), "a score for each expert");
-    return prompt_reads(states.data<std::uint8_t>(), scores);
+    return prompt_reads(states.data<std::uint8_t>(), scores, most);
   });
   m.def("rank_last", [](nb::handle on_device, Scores scores) {
     const Buffer states(on_device);

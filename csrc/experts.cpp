@@ -274,7 +274,8 @@ void ExpertEngine::prepare_tokens(const ProjectionLayout& projection, const Expe
                                   std::int64_t size) {
   const std::int64_t num_rows = call.row_begin[call.num_experts], cols = projection.cols;
   tokens_.resize(projection, call.num_tokens);
-  pool_.run(call.num_tokens, [&](std::int64_t t) {
+  const std::int64_t unconverted = call.are_converted ? 0 : call.num_tokens;
+  pool_.run(unconverted, [&](std::int64_t t) {
     const float* row = call.hidden + t * size;
     if (cols <= size) return convert(row, cols, tokens_, t, 0);
     std::vector<float> padded(cols, 0.0f);

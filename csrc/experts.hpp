@@ -44,6 +44,7 @@ struct ExpertCall {
   const float* hidden;  // (num_tokens, hidden_size)
   float* out;  // (num_rows, hidden_size)
   const std::int32_t* out_begin = nullptr;  // by expert: its first row in `out`; null: row_begin
+  bool are_converted = false;  // whether the engine's previous call had the same tokens and layout
 };
 
 // Sums rows by token: token t is the sum over k of weights[t][k] times row row_of[t * top_k + k],

@@ -28,6 +28,7 @@ void ComingExperts::begin(const RoutedLayer& layer, const ExpertCall& call,
 void ComingExperts::finish() {
   if (!is_under_way_) return;
   try {
+    bool is_first = true;
     for (auto arrived = layer_.source->next(); !arrived.empty(); arrived = layer_.source->next()) {
       begin_.assign(1, 0);
       token_.clear();
@@ -43,7 +44,8 @@ void ComingExperts::finish() {
       engine_.run(layer_.layout, layer_.activation,
                   {static_cast<std::int64_t>(addresses_.size()), call_.num_tokens,
                    addresses_.data(), begin_.data(), token_.data(), call_.hidden, call_.out,
-                   out_begin_.data()});
+                   out_begin_.data(), !is_first});
+      is_first = false;
     }
   } catch (...) {
     end();

@@ -1,5 +1,6 @@
 #include "decider/reads.hpp"
 
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -30,11 +31,13 @@ std::vector<ReadAhead> known_reads(const std::vector<ComingUse>& coming, SharedS
 
 bool is_prompt(std::int64_t num_tokens) { return num_tokens > kMostStepTokens; }
 
-Ids prompt_reads(const std::uint8_t* on_device, const Scores& scores) {
+Ids prompt_reads(const std::uint8_t* on_device, const Scores& scores, std::size_t most) {
   Ids found(scores.size());
   std::iota(found.begin(), found.end(), 0);
   std::erase_if(found, [&](std::int32_t expert) { return on_device[expert] == kReady; });
-  return by_score(std::move(found), scores.data());
+  found = by_score(std::move(found), scores.data());
+  found.resize(std::min(found.size(), most));
+  return found;
 }
 
 void rank_last(const std::uint8_t* on_device, Scores& scores) {

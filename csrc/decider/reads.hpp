@@ -40,8 +40,8 @@ enum class Place : std::uint8_t { kInSlot, kPassing, kOnDisk };
 // Whether a use with this many tokens is a prompt's, which reads nearly all experts of each layer.
 bool is_prompt(std::int64_t num_tokens);
 
-// The experts of a prompt's next layer that no device has, best first.
-Ids prompt_reads(const std::uint8_t* on_device, const Scores& scores);
+// At most `most` experts that a prompt's next layer probably uses and no device has, best first.
+Ids prompt_reads(const std::uint8_t* on_device, const Scores& scores, std::size_t most);
 
 // Makes experts that a device has the first to leave memory.
 void rank_last(const std::uint8_t* on_device, Scores& scores);

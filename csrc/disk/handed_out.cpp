@@ -1,9 +1,17 @@
 // Hands out a use's experts as their reads end, waits for them, and ends the use.
+#include <algorithm>
 #include <chrono>
 
 #include "disk/host_slots.hpp"
 
 namespace tandem {
+namespace {
+
+// Experts of a prompt that are handed out at once while the disk has work: its next reads begin
+// when their slots are free.
+constexpr std::size_t kPromptGroup = 8;
+
+}  // namespace
 
 void HostSlots::release_handed_out() {
   for (Wanted& one : wanted_) {
@@ -14,15 +22,27 @@ void HostSlots::release_handed_out() {
   }
 }
 
-// Hands out the experts that have arrived; returns whether all have been handed out.
+// Hands out experts that have arrived; returns whether all have been handed out. A prompt gets those
+// in transit slots first, and few at a time, so that the disk never rests for want of a slot.
 bool HostSlots::hand_out() {
   arrived_.clear();
+  if (!is_prompt_ || !has_reads_left())
+    return hand_out(wanted_.size(), [](const Slot&) { return true; });
+  const bool is_all =
+      hand_out(kPromptGroup, [this](const Slot& slot) { return !is_resident(slot); });
+  return hand_out(kPromptGroup, [this](const Slot& slot) { return is_resident(slot); }) && is_all;
+}
+
+// Hands out experts in slots of this kind until there are `most`; returns whether none was left.
+template <class IsOfKind>
+bool HostSlots::hand_out(std::size_t most, const IsOfKind& is_of_kind) {
   bool is_all = true;
   for (std::size_t i = 0; i < wanted_.size(); ++i) {
     Wanted& one = wanted_[i];
     if (one.is_done || one.is_handed_out) continue;
     is_all = false;
-    if (one.slot == nullptr || !one.slot->read.has_ended()) continue;
+    if (arrived_.size() == most) break;
+    if (one.slot == nullptr || !one.slot->read.has_ended() || !is_of_kind(*one.slot)) continue;
     if (one.slot->read.state == DiskRead::State::kFailed) {
       require_read(*one.slot, layer_, one.is_asked);
       continue;
@@ -32,6 +52,13 @@ bool HostSlots::hand_out() {
         {static_cast<std::int64_t>(i), one.slot->read.data(), is_resident(*one.slot)});
   }
   return is_all;
+}
+
+// Whether the current use, or the next layer's, still has experts to read for want of a slot.
+bool HostSlots::has_reads_left() const {
+  return !ahead_.empty() || std::any_of(wanted_.begin(), wanted_.end(), [](const Wanted& one) {
+    return one.slot == nullptr && !one.is_done;
+  });
 }
 
 std::span<const HostSlots::Arrived> HostSlots::there() {

@@ -309,7 +309,7 @@ void HostSlots::order_ahead() {
   if (!is_prompt_ || next >= layers_.size()) return;
   Scores scores = scores_of(static_cast<std::int32_t>(next));
   scores.resize(layers_[next].num_experts);
-  ahead_ = prompt_reads(on_device_.data() + next * resident_.num_experts, scores);
+  ahead_ = prompt_reads(on_device_.data() + next * resident_.num_experts, scores, experts_.size());
   std::reverse(ahead_.begin(), ahead_.end());
 }
 

@@ -159,6 +159,9 @@ class HostSlots final : public ExpertSource {
   SharedSlots shared_slots() const;
   void release_handed_out();
   bool hand_out();
+  template <class IsOfKind>
+  bool hand_out(std::size_t most, const IsOfKind& is_of_kind);
+  bool has_reads_left() const;
   void learn();
   void fill_next();
   bool is_wanted(std::int32_t layer, std::int32_t expert) const;

@@ -70,13 +70,14 @@ def is_prompt(num_tokens: int) -> bool:
     return num_tokens > MOST_STEP_TOKENS
 
 
-def prompt_reads(on_device: bytes, scores: Sequence[int]) -> list[int]:
-    """Return the reads for a prompt's next layer, in order: experts not on a device, best first.
+def prompt_reads(on_device: bytes, scores: Sequence[int], most: int) -> list[int]:
+    """Return the experts that a prompt's next layer probably uses and no device has, best first.
 
-    There may be no slots for the last of them, and a prompt does not use all of them.
+    They are at most `most`: a prompt uses about as many experts of a layer as of the layer before,
+    and an expert that is read in vain delays others. There may be no slots for the last of them.
     """
     absent = [expert for expert, state in enumerate(on_device) if state != READY]
-    return sorted(absent, key=lambda expert: -scores[expert])
+    return sorted(absent, key=lambda expert: -scores[expert])[:most]
 
 
 def rank_last(on_device: bytes, scores: Sequence[int]) -> list[int]:
