@@ -119,6 +119,19 @@ def test_a_prompt_reads_the_next_layer_ahead(packed: Path) -> None:
     assert all(len(slots.native.resident(layer)) == EXPERTS // 2 for layer in range(LAYERS))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_a_prompt_of_more_experts_than_transit_slots_has_the_bits_of_memory(
+    tmp_path: Path, share: float
+) -> None:
+    """Experts are handed out in groups while others still wait for a slot."""
+    many = packed_model(tmp_path, num_experts=96, num_experts_per_tok=6, num_hidden_layers=3)
+    model, whole = with_share(many, share), tandem.load(many)
+    slots_of(model).native.fail(0, 5, 0.002)
+    with torch.inference_mode():
+        for seed, count in enumerate((300, 33, 60)):
+            assert torch.equal(model(ids(count, seed)).logits, whole(ids(count, seed)).logits)
+
+
 def test_slow_reads_change_no_bit(packed: Path, in_memory: Any) -> None:
     model = with_share(packed, 0.3)
     slots_of(model).native.fail(0, 3, 0.01)
