@@ -153,7 +153,7 @@ class CopyingThread {
   FetchWords words_;
   std::vector<FetchWord> fetched_;  // of the last call
   std::vector<HeldExpert> holds_;  // likewise, before jobs take them
-  double behind_ = 0.0;  // seconds by which copies were too fast
+  double owed_seconds_ = 0.0;  // seconds by which copies were too fast
 
   std::mutex mutex_;  // guards the members below; held only for moments
   std::condition_variable changed_;
