@@ -238,7 +238,7 @@ def take_fetched(
     fetched: tensor,
     top_k_index: tensor,
     addresses: tensor,
-    brought: tensor,
+    new_addresses: tensor,
     num_choices: constexpr,
     choice_width: constexpr,
     num_experts: constexpr,
@@ -248,9 +248,9 @@ def take_fetched(
     """Read the addresses of misses that the host has copied to the GPU, after the hits.
 
     There is one program. `fetched` is in the layer's mailbox. The second launch of the vector
-    kernels reads `brought` (rows * top_k,) int64, which is 0 where the host has computed the row.
-    The new addresses are also added to `addresses`, for `combine`. A layer without misses does not
-    wait. `most` and `number` are as in `combine`.
+    kernels reads `new_addresses` (rows * top_k,) int64, which is 0 where the host has computed the
+    row. They are also added to `addresses`, for `combine`. A layer without misses does not wait.
+    `most` and `number` are as in `combine`.
     """
     place = tl.arange(0, choice_width)
     is_there = place < num_choices
@@ -264,7 +264,7 @@ def take_fetched(
         if most > 0:
             is_answered = wait_for_host(done, turn, given_up, number, most, on_gpu)
         found = tl.load(fetched + place, mask=is_miss & is_answered, other=0, volatile=True)
-    tl.store(brought + place, found, mask=is_there)
+    tl.store(new_addresses + place, found, mask=is_there)
     tl.store(addresses + place, address + found, mask=is_there)
 
 
