@@ -24,11 +24,11 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     configuration, folder = Configuration(**job["configuration"]), Path(job["folder"])
     try:
-        said = _step(job, configuration, folder)
+        result = _step(job, configuration, folder)
     except TandemError as error:
         print(error, file=sys.stderr)
         os._exit(2)
-    print(json.dumps(said), flush=True)
+    print(json.dumps(result), flush=True)
     os._exit(0)  # without giving gigabytes back one by one
 
 

@@ -181,7 +181,7 @@ def planner_of(geometry: Geometry, share: float) -> Planner:
     planner = make_planner(
         settings, geometry, CostTable(costs), num_slots, resident=keys, tables=NATIVE_TABLES
     )
-    planner.ring.note_asked(ASKED_SLOTS)
+    planner.ring.note_needed(ASKED_SLOTS)
     planner.ring.begin_step(in_graph=True)
     return planner
 

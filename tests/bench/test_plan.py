@@ -36,7 +36,7 @@ def test_configurations_are_those_of_the_seed() -> None:
     assert whole.model_shape().values["num_hidden_layers"] == whole.num_layers > 6
 
 
-def test_what_is_wrong_with_a_plan_is_said() -> None:
+def test_what_is_wrong_with_a_plan_is_reported() -> None:
     planned = Planned(
         fits=True, host=100 << 20, program=0, experts=40 << 20, dense=20 << 20, kept=10 << 20,
         draft=0, num_experts=8, device_slots=4, slots_over_disk=None,

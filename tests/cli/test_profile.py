@@ -80,7 +80,9 @@ def test_a_kept_profile_is_read_and_another_format_is_measured(model: str, tmp_p
     assert len(list((tmp_path / "profiles").iterdir())) == 2
 
 
-def test_a_damaged_profile_is_measured_again_and_that_is_said(model: str, tmp_path: Path) -> None:
+def test_a_damaged_profile_is_measured_again_and_that_is_reported(
+    model: str, tmp_path: Path
+) -> None:
     words = ["profile", model, "--expert-dtype", "int8"]
     environment = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)}
     programs.tandem(*words, env=environment)

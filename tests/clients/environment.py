@@ -111,11 +111,11 @@ def try_client(name: str, served: Served) -> Report:
 def _read(report: Report, log: str) -> None:
     for line in log.splitlines():
         if line.startswith("REPORT "):
-            said = json.loads(line.removeprefix("REPORT "))
-            if "version" in said:
-                report.version = said["version"]
+            report_line = json.loads(line.removeprefix("REPORT "))
+            if "version" in report_line:
+                report.version = report_line["version"]
             else:
-                report.tries.append(said)
+                report.tries.append(report_line)
 
 
 def _environment(name: str) -> Path:

@@ -125,7 +125,7 @@ def executor_on_twins(observed: ObservedModel, library: DriverLibrary) -> Hybrid
     streams = LazyStreams(is_eager=True)
     parts = device_parts(observed, streams=streams, device_kernels=TorchKernels())
     settings = observed.options.planner_settings()
-    if observed.asked_routers is not None:
+    if observed.look_ahead_routers is not None:
         settings = settings.with_predictions((), CAPTURE_SIZES)
     cache = ExpertCache(
         observed.store, parts.device, parts.clock, observed.geometry, parts.machine, settings,
@@ -142,7 +142,7 @@ def executor_on_twins(observed: ObservedModel, library: DriverLibrary) -> Hybrid
     steps = NotedSteps(
         cache, layers, observed.threads, observed.model.dtype, device=parts.device,
         experts=experts, signals=HostSignals(), library=library.path,
-        routers=observed.asked_routers,
+        routers=observed.look_ahead_routers,
     )  # fmt: skip
     steps.functions = functions
     executor.captured = steps

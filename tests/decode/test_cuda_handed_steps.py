@@ -147,10 +147,10 @@ def test_misses_are_fetched_in_the_same_graph(
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_the_next_router_is_asked_in_the_same_graph(
+def test_the_next_router_runs_in_the_same_graph(
     model: Any, library: DriverLibrary, tmp_path: Path, num_rows: int
 ) -> None:
-    """The router's prediction is in the mailbox, and its experts are copied ahead."""
+    """The router's prediction is in the mailbox, and its experts are prefetched."""
     library.reset(delay=50)
     save_profile(make_machine(cpu=SLOW_CPU, gpu=4e-5, link=1e-6).profile, tmp_path / "p")
     config = OffloadConfig(
@@ -164,7 +164,7 @@ def test_the_next_router_is_asked_in_the_same_graph(
         ahead = look_ahead(model, runtime.bound, runtime.store, ("residual",), cache_path=tmp_path)
         assert isinstance(ahead, LookAhead)
         found = observe(model, runtime)
-        observed = dataclasses.replace(found, options=config, asked_routers=ahead.for_graphs())
+        observed = dataclasses.replace(found, options=config, look_ahead_routers=ahead.for_graphs())
         assert observed.why_planned() is None
         executor = executor_on_twins(observed, library)
         executor.listeners.append(events.append)
@@ -351,7 +351,7 @@ def made_trace(executor: HybridExecutor, top_k: int) -> RoutingTrace:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_long_step_is_several_graphs_launched_behind_each_other(
+def test_a_long_step_is_several_graphs_launched_in_sequence(
     model: Any, executor: HybridExecutor, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "LAYERS_A_GRAPH", 1)

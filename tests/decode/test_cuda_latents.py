@@ -68,7 +68,7 @@ def test_a_packed_projection_is_absorbed_unpacked(find_kernels: Any) -> None:
     assert pool.cache.num_bytes == 2 * pool.cache.capacity * kept_bytes(model)
 
 
-def test_few_tokens_behind_a_long_text_attend_to_latents_as_they_are(
+def test_few_tokens_after_a_long_text_attend_to_latents_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     values = {"num_hidden_layers": 2, "kv_lora_rank": 32}

@@ -1,4 +1,4 @@
-"""Tests of layers routed by token in captured steps on CPU twins: experts are copied ahead."""
+"""Tests of layers routed by token in captured steps on CPU twins: experts are prefetched."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def on_twins(
     with interpreted():
         observed = dataclasses.replace(observe(model, runtime), options=config)
         if ahead is not None:
-            observed = dataclasses.replace(observed, asked_routers=ahead.for_graphs())
+            observed = dataclasses.replace(observed, look_ahead_routers=ahead.for_graphs())
         assert observed.why_planned() is None
         executor = executor_on_twins(observed, library)
         runtime.use(executor)

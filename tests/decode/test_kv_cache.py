@@ -83,10 +83,10 @@ def test_rows_go_on_from_what_their_windows_still_reach(threads: CpuThreads) -> 
     prompt = tokens_of(3, 40)
     slots = cpu_pool(model, threads, [prompt])
     slots.prefill()
-    said = tokens_of(4, 150)
-    for token in said:
+    decoded = tokens_of(4, 150)
+    for token in decoded:
         slots.decode([token])
-    held = prompt + said
+    held = prompt + decoded
     for shared, reused in ((len(held) - 10, len(held) - 10), (60, 0)):
         again = held[:shared] + tokens_of(5, 12)
         slots.continue_with([again])

@@ -31,7 +31,7 @@ def tables_of(model: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_what_tokens_want_is_read_before_it_is_asked_for(hashed: Path, share: float) -> None:
+def test_what_tokens_need_is_read_before_it_is_requested(hashed: Path, share: float) -> None:
     model = with_share(hashed, share)
     native = slots_of(model).native
     tokens = [40, 41]

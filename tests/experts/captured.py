@@ -91,7 +91,7 @@ def fetching_policy(rule: str, num_slots: int, cpu: float = SLOW_CPU) -> _native
 
 
 def asking_policy(num_slots: int) -> _native.StepPolicy:
-    """Return a policy that copies ahead only what routers predict."""
+    """Return a policy that prefetches only what routers predict."""
     planner = asking_planner(num_slots)
     policy = native_step_policy(planner)
     assert policy is not None

@@ -101,10 +101,10 @@ def test_a_thread_that_fails_loses_one_step(
             time.sleep(0.5)
 
     machine.coordinator.set_hook(fail)
-    said = "layer 1 was not answered"
+    message = "layer 1 was not answered"
     if kind == "dies":
-        said = r"has ended \(MemoryError: no memory for a list\)"
-    with pytest.raises(_native.StepLostError, match=said):
+        message = r"has ended \(MemoryError: no memory for a list\)"
+    with pytest.raises(_native.StepLostError, match=message):
         machine.run(step, patience=0.1)
     is_bad = False
     for _ in range(3):
@@ -308,7 +308,7 @@ def test_a_slot_is_not_written_while_it_may_be_read(store: HostStore) -> None:
     machine.close()
 
 
-def test_a_copy_that_fails_is_said_and_stops_no_step(store: HostStore) -> None:
+def test_a_copy_that_fails_is_reported_and_stops_no_step(store: HostStore) -> None:
     def fail() -> None:
         raise OSError("the link broke")
 

@@ -69,7 +69,7 @@ def run_step(forced: ForcedRouting, num_tokens: int, device: torch.device) -> No
         forced.execute(layer, hidden, index, index.float(), FUNCTIONS)
 
 
-def test_a_steps_choices_are_brought_once_and_nobody_waits() -> None:
+def test_a_steps_choices_are_copied_once_and_nobody_waits() -> None:
     forced = ForcedRouting(Noting(), make_trace(20))
     for num_tokens in (8, 1, 1):
         with Copies() as copies:

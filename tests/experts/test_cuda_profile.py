@@ -147,7 +147,7 @@ def test_steps_that_are_one_graph_have_costs_of_their_own(
 ) -> None:
     pytest.importorskip("triton")
     with interpreted():
-        streams, few = LazyStreams(is_eager=True), TrialLimits(layers=4, asked_experts=4)
+        streams, few = LazyStreams(is_eager=True), TrialLimits(layers=4, router_experts=4)
         costs = graph_costs(HostSignals(), streams, HIDDEN, 1e-6, limits=few)
         impatient = TrialLimits(layers=4, doorbell_seconds=0.01)
         with pytest.raises(RuntimeError, match="did not reach the host"):  # and nothing hangs

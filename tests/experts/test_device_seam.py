@@ -63,7 +63,7 @@ class WatchedDevice(EmulatedDevice):
         assert self.rows.holds(rows), "rows of the device lie elsewhere"
 
 
-def test_host_rows_are_brought_to_the_device_once_a_layer_and_added_there() -> None:
+def test_host_rows_are_copied_to_the_device_once_a_layer_and_added_there() -> None:
     store, machine, device = make_store(), make_machine(link=9.0), WatchedDevice()
     clock = Timeline(machine.profile, machine.shape)
     settings = PlannerSettings()

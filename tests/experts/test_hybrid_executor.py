@@ -92,7 +92,7 @@ def test_bits_equal_those_of_the_cpu_for_plain_experts(
         check_equal(plain_store, settings, num_slots, BATCHES[(turn + shift) % len(BATCHES)])
 
 
-def test_every_lane_takes_part(store: HostStore) -> None:
+def test_every_processor_takes_part(store: HostStore) -> None:
     executor = make_executor(store, 12)
     statistics = CacheStatistics()
     executor.listeners.append(statistics)

@@ -293,16 +293,16 @@ def test_replayed_steps_on_the_real_clock_do_not_ask_python_for_layers(
     num_layers = len(executor.store)
     generator = Generator(hybrid)
     generator.generate(ids_of("hello there"), max_new_tokens=6, temperature=0)
-    statistics, asked, execute = CacheStatistics(), list[int](), type(executor).execute
+    statistics, executed, execute = CacheStatistics(), list[int](), type(executor).execute
     executor.listeners.append(statistics)
 
     def counting(self: Any, layer: int, *call: Any) -> Any:
-        asked.append(layer)
+        executed.append(layer)
         return execute(self, layer, *call)
 
     monkeypatch.setattr(type(executor), "execute", counting)
     generator.generate(ids_of("other words"), max_new_tokens=30, temperature=0)
-    assert 0 < len(asked) <= 2 * num_layers  # of the prompt
+    assert 0 < len(executed) <= 2 * num_layers  # of the prompt
     assert statistics.calls >= 29 * num_layers
     assert 0 < statistics.hits < statistics.active
     executor.close()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tandem.devices.cuda import handing
-from tandem.experts.execution.asked_routers import SCORINGS, AskedRouter
+from tandem.experts.execution.look_ahead_routers import SCORINGS, LookAheadRouter
 from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.kernels.dense import DenseWeight
 from tandem.kernels.device_compression import ring_shape
@@ -275,8 +275,8 @@ def hand_layers_over(
     addresses = handing.publish(box, table, hidden, index, weights, rings=rings)
     matrix, residual = torch.zeros(num_experts, hidden_size, dtype=dtype), torch.zeros(hidden_size)
     for bias, scoring in ((None, ""), *((matrix[:, 0], scoring) for scoring in SCORINGS)):
-        router = AskedRouter(matrix, bias, residual, scoring)
-        handing.publish_guess(box, handing.Asked(router, hidden), index, num_experts)
+        router = LookAheadRouter(matrix, bias, residual, scoring)
+        handing.publish_guess(box, handing.NextRouter(router, hidden), index, num_experts)
     for layer in layers:
         handing.take_fetched(
             box, addresses, index, num_experts, layer=layer, wait_seconds=wait_seconds

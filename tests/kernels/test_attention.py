@@ -313,8 +313,8 @@ def test_a_bias_by_distance_and_sinks_of_each_token(
         count = len(positions)
         query, states = (torch.randn(6, count, n).to(dtype) for n in (32, 5))
         sinks, slots = torch.randn(count, 6).to(dtype), torch.zeros(count).long()
-        beside = {"bias_states": states, "sinks": sinks}
-        actual = attention.attend(threads, slots, positions, query, **beside)
+        optional = {"bias_states": states, "sinks": sinks}
+        actual = attention.attend(threads, slots, positions, query, **optional)
         scores = query.double() @ key.repeat_interleave(3, 0).double().mT * form.scale
         for token, position in enumerate(positions.tolist()):
             for distance in range(min(extent, position + 1)):

@@ -29,33 +29,33 @@ def steps_of(
     decoding = TraceSpeculation(
         one, SpeculationChoice.parsed(drafter, length), clock, lambda n: 0.1
     )
-    brought = []
+    new_tokens = []
     for step in replay_steps(one, batch, 4, decoding):
         if not step.is_prefill:
-            brought.append(step.num_new)
+            new_tokens.append(step.num_new)
             assert batch <= step.num_new <= len(step.tokens)
             clock.now += 1 + 0.2 * (len(step.tokens) - 1)
-    return brought, decoding
+    return new_tokens, decoding
 
 
 @pytest.mark.parametrize("length", ["0", "1", "3", "7", "auto"])
 @pytest.mark.parametrize("drafter", ["mtp=0", "mtp=0.6", "sure-mtp=0.6", "mtp=1", "n-gram"])
 def test_every_token_comes_once(drafter: str, length: str) -> None:
-    brought, decoding = steps_of(trace(LENGTHS), drafter, length)
-    assert sum(brought) == sum(LENGTHS) - 4 * len(LENGTHS)
-    assert decoding.accepted == sum(brought) - len(brought)
+    new_tokens, decoding = steps_of(trace(LENGTHS), drafter, length)
+    assert sum(new_tokens) == sum(LENGTHS) - 4 * len(LENGTHS)
+    assert decoding.accepted == sum(new_tokens) - len(new_tokens)
     assert decoding.accepted <= decoding.drafted
     if drafter == "mtp=1" and length == "3":
-        assert len(brought) == 9 + 6 + 7  # 36, 21 and 27 tokens, four in a step
+        assert len(new_tokens) == 9 + 6 + 7  # 36, 21 and 27 tokens, four in a step
     if drafter == "mtp=0" or length == "0":
         assert decoding.accepted == 0
 
 
 def test_look_up_finds_what_stood_before() -> None:
     one = dataclasses.replace(trace([60]), token_ids=np.tile(np.arange(10, dtype=np.int32), 6))
-    brought, decoding = steps_of(one, "n-gram", "3")
+    new_tokens, decoding = steps_of(one, "n-gram", "3")
     assert decoding.accepted > 30
-    assert max(brought) == 4
+    assert max(new_tokens) == 4
 
 
 def test_the_length_follows_what_it_costs() -> None:

@@ -89,11 +89,11 @@ def _schema(form: ResponseFormat | None) -> Mapping[str, object] | None:
     if form is None or form.type == "text":
         return None
     if form.json_schema is None:
-        if form.type == "json_schema" and form.beside is None:
+        if form.type == "json_schema" and form.outer_schema is None:
             raise ApiError(
                 400, "response_format json_schema needs json_schema", param="response_format"
             )
-        return form.beside or ANY_OBJECT
+        return form.outer_schema or ANY_OBJECT
     if form.type == "json_object":
         return ANY_OBJECT
     schema = form.json_schema.json_schema or ANY_OBJECT

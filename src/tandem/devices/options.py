@@ -22,7 +22,7 @@ from tandem.policy.settings import POOLS, PlannerSettings
 
 _OF_ONE_DEVICE = {"emulated_speed": "emulated"}
 _OF_DENSE_PARTS = ("threads", "device", "importance", "context", "sequences")
-# Defaults of what is copied ahead in planned steps.
+# Defaults of what is prefetched in planned steps.
 DEFAULT_PREDICTION, DEFAULT_PREFETCH_COUNT = "regression", 2
 
 
@@ -111,7 +111,7 @@ class OffloadOptions:
     )
     prefetch_count: int | None = option(
         None,
-        help="experts copied ahead per layer, at most (default: 2; in steps that are one graph, "
+        help="experts prefetched per layer, at most (default: 2; in steps that are one graph, "
         "where a trial says that it pays)",
         metavar="N",
     )
@@ -253,9 +253,7 @@ def offload_options(flags: argparse.Namespace, also_of_cpu: Collection[str] = ()
     if of_others:
         raise ConfigError(f"{_flags(of_others)}: not for --device {options.device}; leave it out")
     if options.residuals is not None and not options.look_ahead:
-        raise ConfigError(
-            "--residuals: no router is asked ahead; give --look-ahead, or leave it out"
-        )
+        raise ConfigError("--residuals: no router is run ahead; give --look-ahead, or leave it out")
     return options
 
 

@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tandem.checkpoint.config_sizes import counted_build, require_layers
 from tandem.checkpoint.config_values import foreign_errors, require_top_k, value_of
-from tandem.checkpoint.gguf_choice import projectors_beside
+from tandem.checkpoint.gguf_choice import sibling_projectors
 from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.mapped_files import reading_along
 from tandem.checkpoint.packed import is_dense_file
@@ -210,7 +210,7 @@ def is_widened_on(
 
 def _name_projectors(file: Path) -> None:
     """Warn of projector files beside a file, which are not read."""
-    if found := projectors_beside(file):
+    if found := sibling_projectors(file):
         warnings.warn(
             f"{found[0].name} beside {file.name} reads images or sound for this model, and Tandem "
             "does not read it: the model takes only text; for images load its safetensors",

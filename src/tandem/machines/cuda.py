@@ -134,7 +134,13 @@ def _handed_steps(
     if layers is None:
         return None
     steps = handed_steps(
-        cache, layers, observed.threads, observed.call.dtype, device, rate, observed.asked_routers
+        cache,
+        layers,
+        observed.threads,
+        observed.call.dtype,
+        device,
+        rate,
+        observed.look_ahead_routers,
     )
     if steps is not None:
         _run_all(steps.compilations(), "Compiling decode steps", device.streams)

@@ -18,7 +18,7 @@ from tandem.apis.errors import ApiError, server_error
 from tandem.apis.images import ImageReader
 from tandem.apis.reading import read_body
 from tandem.apis.responses.kept import NO_MESSAGES
-from tandem.apis.schemas import Asked
+from tandem.apis.schemas import RequestBody
 from tandem.core.errors import TandemError
 from tandem.dialects.format import ChatFormat, TemplateError
 from tandem.engine.grammar_process import Writer
@@ -129,7 +129,7 @@ class Preparer:
     def _found(self, job: Job, answered: Answered) -> Prepared | bytes | Wanted:
         endpoint: Api[Any] | Question[Any] = self._endpoints[job.endpoint]
         read = read_body(endpoint.body, job.raw, is_strict=self._options.strict)
-        body: Asked = read.body
+        body: RequestBody = read.body
         answered.other_model = self._other_model(body.model)
         answered.ignored = read.ignored
         if job.info is None:
@@ -143,7 +143,9 @@ class Preparer:
             return _as_json(endpoint.answer(body, job.info, job.earlier or NO_MESSAGES))
         return self._prepared(endpoint, body, job.info, job.earlier or NO_MESSAGES)
 
-    def _prepared(self, api: Api[Any], body: Asked, info: ModelInfo, earlier: bytes) -> Prepared:
+    def _prepared(
+        self, api: Api[Any], body: RequestBody, info: ModelInfo, earlier: bytes
+    ) -> Prepared:
         generation_requests = api.requests(body, info, earlier)
         first = generation_requests[0]
         images = first.request.images

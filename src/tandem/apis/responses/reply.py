@@ -60,8 +60,8 @@ class ResponseReply(Reply):
 
     def failed(self, error: ApiError) -> Event:
         """Return the event that ends a stream which failed."""
-        said = {"code": error.code or "server_error", "message": str(error)}
-        response = {**self._response("failed"), "error": said}
+        failure = {"code": error.code or "server_error", "message": str(error)}
+        response = {**self._response("failed"), "error": failure}
         return self._event("response.failed", response=response)
 
     def whole(self) -> _Json:

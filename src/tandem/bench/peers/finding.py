@@ -15,7 +15,7 @@ LLAMA_CPP = "llama.cpp"
 INSTALL = "pip install llama-cpp-python"
 _BENCH, _PACKAGE = "llama-bench", "llama-cpp-python"
 # llama.cpp's programs that are installed next to llama-bench.
-_BESIDE = (_BENCH, "llama-cli", "llama-server", "llama-completion")
+_SIBLINGS = (_BENCH, "llama-cli", "llama-server", "llama-completion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def find_peer(wanted: str = LLAMA_CPP, path: str | None = None) -> Peer:
     if wanted != LLAMA_CPP:
         words = _words(wanted)
         return Peer(Path(words[0]).name, _command(words, path), library is not None)
-    program = next(filter(None, (_bench_beside(name, path) for name in _BESIDE)), None)
+    program = next(filter(None, (_sibling_bench(name, path) for name in _SIBLINGS)), None)
     if program is not None:
         return Peer(LLAMA_CPP, (program,), library is not None)
     if library is None:
@@ -77,15 +77,15 @@ def _command(words: Sequence[str], path: str | None) -> tuple[str, ...]:
             f"there is no program {words[0]!r}; name {LLAMA_CPP}, or a program with {_BENCH}'s "
             "options"
         )
-    if Path(program).name != _BENCH and (bench := _bench_beside(program, path)) is not None:
+    if Path(program).name != _BENCH and (bench := _sibling_bench(program, path)) is not None:
         program = bench
     return (program, *words[1:])
 
 
-def _bench_beside(name: str, path: str | None) -> str | None:
+def _sibling_bench(name: str, path: str | None) -> str | None:
     """Return the llama-bench in the directory of a llama.cpp program; None if it does not exist."""
     program = shutil.which(name, path=path)
-    if program is None or Path(program).name not in _BESIDE:
+    if program is None or Path(program).name not in _SIBLINGS:
         return None
     return shutil.which(str(Path(os.path.realpath(program)).parent / _BENCH))
 

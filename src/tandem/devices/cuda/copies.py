@@ -143,7 +143,7 @@ class CudaCopyEngine:
         # With a throttled link, two streams would get twice its rate.
         self._stream_ahead = Stream.AHEAD if link.wanted is None else Stream.FETCH
         self._most_ahead = link.most_ahead(max(layer.image_bytes for layer in store))
-        self._num_ahead = 0  # copies ahead that are under way
+        self._num_ahead = 0  # prefetches that are under way
         self._kept: deque[_Job] = deque()
         self._under_way: dict[Stream, deque[_UnderWay]] = {
             Stream.FETCH: deque(),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda.signals import Signals
-from tandem.experts.execution.asked_routers import SCORINGS, AskedRouter
+from tandem.experts.execution.look_ahead_routers import SCORINGS, LookAheadRouter
 from tandem.triton_kernels import hand_over
 
 # Few columns, so that all rows of a program are loaded at once: 8 programs for 2,048 values.
@@ -18,7 +18,7 @@ _COMBINE_COLS = 256
 _COMBINE_WARPS = 2
 _PUBLISHED_AT_ONCE = 1024
 # Blocks of a router's matrix: one program for two experts, so that all of it is read at once.
-_ASKED_EXPERTS, _ASKED_COLS = 2, 512
+_ROUTER_EXPERTS, _ROUTER_COLS = 2, 512
 _LOOKS_OFF_GPU = 1 << 30  # for the interpreter, which has no clock
 
 
@@ -55,10 +55,10 @@ class MailboxTensors(NamedTuple):
     waits: WaitWords
 
 
-class Asked(NamedTuple):
+class NextRouter(NamedTuple):
     """The next layer's router, and its input."""
 
-    router: AskedRouter
+    router: LookAheadRouter
     hidden: Tensor  # (rows, hidden_size), what this layer's router has read
 
 
@@ -73,21 +73,21 @@ def hand_over_layer(
     *,
     layer: int,
     fetches: bool = False,
-    asked: Asked | None = None,
+    next_router: NextRouter | None = None,
 ) -> Tensor:
     """Queue a whole layer; return the tensor that will hold its result, of the shape of `hidden`.
 
     `address_of` is (num_experts,) int64, 0 for experts that are not resident. `hits(addresses,
     rows)` queues the computation of the experts at `addresses` (rows * top_k,), 0 for no expert,
     into `rows`. If the host `fetches` misses meanwhile, `hits` is called again for the fetched
-    experts, after the wait. The next layer's likely choice (from `asked`) is published after the
-    doorbell.
+    experts, after the wait. The next layer's likely choice (by `next_router`) is published after
+    the doorbell.
     """
     inside = signals.wait_seconds
     addresses = publish(box, address_of, hidden, index, weights, rings=inside > 0)
     signals.ring(box.doorbell)
-    if asked is not None:
-        publish_guess(box, asked, index, len(address_of))
+    if next_router is not None:
+        publish_guess(box, next_router, index, len(address_of))
     rows = hidden.new_empty(len(addresses), hidden.shape[1], dtype=torch.float32)
     hits(addresses, rows)
     signals.wait(box.done)
@@ -129,14 +129,16 @@ def publish(
     return addresses
 
 
-def publish_guess(box: MailboxTensors, asked: Asked, index: Tensor, num_experts: int) -> None:
+def publish_guess(
+    box: MailboxTensors, next_router: NextRouter, index: Tensor, num_experts: int
+) -> None:
     """Publish the next layer's likely choice; `index` is this layer's own choice."""
-    (weight, bias, residual, scoring), hidden = asked
+    (weight, bias, residual, scoring), hidden = next_router
     num_rows, num_cols = hidden.shape
     scores = torch.empty(num_rows, len(weight), dtype=torch.float32, device=index.device)
-    hand_over.ask[-(-len(weight) // _ASKED_EXPERTS), num_rows](
+    hand_over.ask[-(-len(weight) // _ROUTER_EXPERTS), num_rows](
         hidden, residual, weight, weight if bias is None else bias, scores, num_cols=num_cols,
-        num_experts=len(weight), block_cols=_ASKED_COLS, block_experts=_ASKED_EXPERTS,
+        num_experts=len(weight), block_cols=_ROUTER_COLS, block_experts=_ROUTER_EXPERTS,
         has_bias=bias is not None, scoring=SCORINGS.index(scoring), num_warps=4,
     )  # fmt: skip
     hand_over.publish_guess[(1,)](
@@ -159,13 +161,13 @@ def take_fetched(
 
     The kernel writes these addresses to `addresses`, too. For `wait_seconds` see `combine`.
     """
-    num_choices, brought = index.numel(), torch.empty_like(addresses)
+    num_choices, new_addresses = index.numel(), torch.empty_like(addresses)
     hand_over.take_fetched[(1,)](
         box.done, box.waits.turn, box.waits.given_up, layer + 1, box.fetched, index, addresses,
-        brought, num_choices=num_choices, choice_width=_choice_width(num_choices),
+        new_addresses, num_choices=num_choices, choice_width=_choice_width(num_choices),
         num_experts=num_experts, most=_most(wait_seconds, index), on_gpu=index.is_cuda, num_warps=1,
     )  # fmt: skip
-    return brought
+    return new_addresses
 
 
 def _choice_width(num_choices: int) -> int:

@@ -35,9 +35,9 @@ from tandem.experts.execution.routing import Routing
 from tandem.experts.measuring.profiler import (
     REPETITIONS,
     MeasuredExperts,
-    beside,
     experts_in_memory,
     seconds_each,
+    while_repeating,
 )
 from tandem.kernels.formats.weight_format import aligned
 from tandem.policy.cost import FETCHES_A_LAUNCH, SEGMENTS, HardwareProfile, HostCosts
@@ -145,7 +145,7 @@ class _Bench:
         batch = self._batch(self._several, 1, torch.device("cpu"))
         alone = median(self._cpu_seconds(batch) for _ in range(REPETITIONS))
         computed = list[float]()
-        copies = beside(
+        copies = while_repeating(
             lambda: computed.append(self._cpu_seconds(batch)),
             lambda: median(self._copy_seconds() for _ in range(4 * REPETITIONS)),
         )
@@ -242,5 +242,5 @@ def _count_held(several: int, slot_bytes: int, device: CudaDevice) -> int:
 
     If it is larger than `several`, these experts fill at most half of the free memory.
     """
-    beside = math.ceil(CACHES_BETWEEN_USES * device.streams.cache_bytes() / slot_bytes)
-    return max(several, min(several + beside, device.memory().free_bytes // 2 // slot_bytes))
+    num_more = math.ceil(CACHES_BETWEEN_USES * device.streams.cache_bytes() / slot_bytes)
+    return max(several, min(several + num_more, device.memory().free_bytes // 2 // slot_bytes))

@@ -242,12 +242,12 @@ class CapturedSteps:
         arrivals: Sequence[tuple[int, int, float]],
         entered: Sequence[_SlotCopy],
         staged: Sequence[_SlotCopy],
-        asked: int,
+        num_needed: int,
         ahead: Sequence[_SlotCopy],
     ) -> _Copies:
         """Tell the planner which copies have ended and what was decided in a layer.
 
-        `asked` is the number of staging slots that were requested. A prefetched expert keeps
+        `num_needed` is the number of staging slots that were requested. A prefetched expert keeps
         its slot when it enters the cache.
         """
         cache, planner = self._cache, self._cache.planner
@@ -266,8 +266,8 @@ class CapturedSteps:
                 continue
             self._insert(key, slot, set_id)
             found.append(residency.copy_of(key, slot, left))
-        if found or asked:
-            planner.ring.note_asked(asked)
+        if found or num_needed:
+            planner.ring.note_needed(num_needed)
         copies = _Copies(tuple(found), *(_without_victims(some) for some in (staged, ahead)))
         for copy in (*copies.staged, *copies.ahead, *found):
             planner.link.issue(geometry.key(copy.layer, copy.expert), now)

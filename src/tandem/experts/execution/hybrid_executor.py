@@ -265,13 +265,13 @@ class HybridExecutor(Executor):
             return torch.zeros_like(hidden)
         load = routing.load(layer, self._weights_to_read(top_k_weights))
         cache.take_arrivals()
-        begin, asked = clock.now, time.perf_counter()
-        asks = self.look_ahead is not None and cache.planner.asks_behind(layer)
+        begin, plan_begin = clock.now, time.perf_counter()
+        asks = self.look_ahead is not None and cache.planner.asks_after(layer)
         hints = self.look_ahead(layer) if self.look_ahead is not None and asks else ()
         slots = self.store.slots
         places = slots.places(layer, routing.experts) if slots is not None else b""
         plan = cache.planner.plan(load, begin, hints, places)
-        plan_seconds = time.perf_counter() - asked
+        plan_seconds = time.perf_counter() - plan_begin
         step = _LayerStep(host, functions, routing, hidden, tokens, top_k_weights)
         try:
             out = self._carry_out(step, plan)
@@ -334,7 +334,7 @@ class HybridExecutor(Executor):
         share = started = None
         if plan.cpu:
             share = call.batch(num_on_device, num_on_device + len(plan.cpu), on_host)
-            if self.device.computes_beside:
+            if self.device.runs_in_parallel:
                 started = self._kernels.start(share)
         try:
             self.cache.cancel_unused(plan.layer, step.routing.experts)

@@ -177,7 +177,7 @@ def seconds_each(one: float, many: float, several: int, least: float) -> float:
     return max(each, many / several / 2, least)
 
 
-def beside(other: Callable[[], object], work: Callable[[], float]) -> float:
+def while_repeating(other: Callable[[], object], work: Callable[[], float]) -> float:
     """Return the result of `work`, which runs while a thread repeats `other`."""
     stop = threading.Event()
 
@@ -259,7 +259,7 @@ class _Bench:
         several = self._experts.num_at_once
         alone, copy_alone = self._median_batch(several, 1), self.link_seconds()
         memory, copies = self._slot(), list[float]()
-        both = beside(
+        both = while_repeating(
             lambda: copies.append(self._copy_seconds(memory)),
             lambda: self._median_batch(several, 1),
         )

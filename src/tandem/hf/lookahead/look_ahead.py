@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tandem.experts.execution.asked_routers import AskedRouter
+from tandem.experts.execution.look_ahead_routers import LookAheadRouter
 from tandem.experts.store.host_store import HostStore
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.experts import Bound
@@ -50,7 +50,7 @@ class LookAhead:
             for layer, router in enumerate(routers)
         ]
 
-    def for_graphs(self) -> list[AskedRouter | None] | None:
+    def for_graphs(self) -> list[LookAheadRouter | None] | None:
         """Return the routers after the first as captured steps run them; None if impossible.
 
         It is possible if "residual" is the only source, and each router is one product or chooses
@@ -60,7 +60,7 @@ class LookAhead:
         if linear is None:
             return None
         return [
-            AskedRouter(found.weight, found.bias, mean, found.scoring) if found else None
+            LookAheadRouter(found.weight, found.bias, mean, found.scoring) if found else None
             for found, mean in zip(linear, self.residuals.means, strict=True)
         ]
 
