@@ -60,8 +60,8 @@ void Coordinator::answer(std::int64_t layer) {
   const bool has_misses = find_misses(layer, host.num_experts);
   guess_ = wait_for_guess(layer);
   const bool reads_disk =
-      host.source != nullptr && std::any_of(missed_.begin(), missed_.end(),
-                                            [](std::int32_t expert) { return expert >= 0; });
+      host.source != nullptr &&
+      std::any_of(missed_.begin(), missed_.end(), [](std::int32_t expert) { return expert >= 0; });
   const SourceUse at_end(reads_disk ? host.source : nullptr);
   places_.clear();
   if (reads_disk) request_misses(host);
@@ -169,7 +169,8 @@ void Coordinator::request_misses(const RoutedLayer& host) {
   tokens_.clear();
   for (const std::int32_t expert : requested_)
     tokens_.push_back(static_cast<std::int32_t>(std::count(missed_.begin(), missed_.end(), expert)));
-  host.source->begin({host.number, requested_, tokens_, {}, box_->layout().num_rows, kDiskPatience});
+  host.source->begin(
+      {host.number, requested_, tokens_, {}, box_->layout().num_rows, kDiskPatience});
   for (const std::int32_t expert : requested_) places_.push_back({expert, Place::kOnDisk, nullptr});
   for (const auto& [place, address, stays] : host.source->there())
     places_[place] = {requested_[place], stays ? Place::kInSlot : Place::kPassing, address};
