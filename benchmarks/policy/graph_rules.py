@@ -65,13 +65,13 @@ class Cell:
         model = shape_for(self._profile, trace.meta.model, geometry)
         self._shape: ShapeCosts = self._profile.charged(model, GRAPH)
         self._num_slots = round(share * geometry.num_layers * geometry.num_experts)
-        self._chosen, asked = (
+        self._chosen, look_ahead = (
             settled(
                 each, self._profile, self._shape, geometry, self._num_slots, tables=NATIVE_TABLES
             )
             for each in (SLOTS_AHEAD, dataclasses.replace(SLOTS_AHEAD, can_ask=True))
         )
-        self._asking_sizes = asked.asking_sizes
+        self._asking_sizes = look_ahead.asking_sizes
 
     def ratios(self, batch: int) -> dict[str, Any]:
         """Return the columns at a batch size, with the trial's rule."""

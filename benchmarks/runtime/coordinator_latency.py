@@ -48,7 +48,7 @@ from tandem.policy.settings import FETCHING_RULE, PlannerSettings, make_planner
 PATIENCE = 20.0
 # Seconds of an expert for a fetching policy: it fetches one or two of six misses.
 CPU_SECONDS, COPY_SECONDS = 3e-4, 5e-4
-ASKED_SLOTS = 4  # that experts are fetched into for one use
+STAGING_SLOTS = 4  # that experts are fetched into for one use
 
 
 class Layer(NamedTuple):
@@ -181,7 +181,7 @@ def planner_of(geometry: Geometry, share: float) -> Planner:
     planner = make_planner(
         settings, geometry, CostTable(costs), num_slots, resident=keys, tables=NATIVE_TABLES
     )
-    planner.ring.note_needed(ASKED_SLOTS)
+    planner.ring.note_needed(STAGING_SLOTS)
     planner.ring.begin_step(in_graph=True)
     return planner
 

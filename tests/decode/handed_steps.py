@@ -90,17 +90,17 @@ class NotedSteps(HandedSteps):
     functions: ExpertFunctions
     error: str | None = None
 
-    def guess_of(self, num_rows: int, layer: int) -> list[list[int]]:
+    def guess_of(self, size: int, layer: int) -> list[list[int]]:
         """Return the prediction that the device has published for the next layer."""
-        inner: Any = self._layers[num_rows][1]
+        inner: Any = self._layers[size][1]
         box, top_k = inner._box, self._cache.geometry.top_k
         start = layer * box.layer_bytes + box.guess
-        words = inner._memory[start : start + 4 * num_rows * top_k].view(torch.int32)
-        found: list[list[int]] = words.view(num_rows, top_k).tolist()
+        words = inner._memory[start : start + 4 * size * top_k].view(torch.int32)
+        found: list[list[int]] = words.view(size, top_k).tolist()
         return found
 
-    def layers(self, num_rows: int) -> Any:
-        inner, functions = super().layers(num_rows), self.functions
+    def layers(self, size: int) -> Any:
+        inner, functions = super().layers(size), self.functions
         self.heard: dict[int, Tensor] = {}
 
         def call(
@@ -154,8 +154,8 @@ def steps_of(executor: HybridExecutor) -> NotedSteps:
     return executor.captured
 
 
-def prompts(num_rows: int) -> list[list[int]]:
-    return [[40 + row] * (3 + 2 * row) for row in range(num_rows)]
+def prompts(num_sequences: int) -> list[list[int]]:
+    return [[40 + row] * (3 + 2 * row) for row in range(num_sequences)]
 
 
 def expected_of(model: Any, texts: list[list[int]]) -> list[Tensor]:

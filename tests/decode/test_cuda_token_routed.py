@@ -78,12 +78,12 @@ def test_experts_that_tokens_choose_are_copied_ahead(tmp_path: Path) -> None:
     expected, statistics = expected_of(model, prompts(2)), CacheStatistics()
     events = list[LayerExecuted]()
     with on_twins(model, tmp_path) as executor:
-        rows = cuda_pool(model, prompts(2), 30, make_capture=TwinCapture)
-        assert_alike(logits_of(rows, 2, TOKENS), expected)
-        assert rows.step.is_replaying, rows.step.why_not
+        pool = cuda_pool(model, prompts(2), 30, make_capture=TwinCapture)
+        assert_alike(logits_of(pool, 2, TOKENS), expected)
+        assert pool.step.is_replaying, pool.step.why_not
         executor.listeners += [statistics, events.append]
         for token in TOKENS[:4]:
-            rows.decode([token + 1, token + 2])
+            pool.decode([token + 1, token + 2])
     before = [copy for event in events for copy in event.step_copies]
     assert {copy.layer for copy in before} == {0, 1}
     assert statistics.prefetch_issued >= len(before) > 4
@@ -107,10 +107,10 @@ def test_a_captured_step_asks_the_routers_that_tokens_do_not_decide(tmp_path: Pa
     assert isinstance(ahead, LookAhead)
     with on_twins(model, tmp_path, ahead, look_ahead=True) as executor:
         executor.listeners.append(events.append)
-        rows = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
-        assert_alike(logits_of(rows, 1, TOKENS), expected)
-        assert rows.step.is_replaying, rows.step.why_not
-        assert rows.num_segments == 1
+        pool = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
+        assert_alike(logits_of(pool, 1, TOKENS), expected)
+        assert pool.step.is_replaying, pool.step.why_not
+        assert pool.num_segments == 1
         steps, routers = steps_of(executor), find_routers(model, runtime.bound)
         assert not isinstance(routers, str)
         wanted = routers[2].choose(steps.heard[1] + ahead.residuals.means[1]).tolist()

@@ -370,9 +370,9 @@ def test_device_cuda_reads_rows_between_graph_segments(
     with shadow_gpu(), quick_loads(), ExitStack() as stack:
         with memory_of(1), pytest.warns(UserWarning, match="of tables"):
             model = stack.enter_context(loaded(packed, tmp_path))
-        assert_same(model_outputs(model, rows := gpu_pool(model, PROMPTS, len(TOKENS))), expected)
-        assert rows.step.is_replaying, rows.step.why_not
-        assert rows.num_segments == 1 + len(tables_on_disk(model)) == 3
+        assert_same(model_outputs(model, pool := gpu_pool(model, PROMPTS, len(TOKENS))), expected)
+        assert pool.step.is_replaying, pool.step.why_not
+        assert pool.num_segments == 1 + len(tables_on_disk(model)) == 3
 
 
 def test_what_a_device_does_not_hold_stays_on_the_disk(

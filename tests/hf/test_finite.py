@@ -92,14 +92,14 @@ def pooled(model: Any) -> Callable[[], object]:
 
 def on_a_gpu(model: Any) -> Callable[[], object]:
     """Return a captured step on a GPU's twin, and a prompt that fails."""
-    rows = cuda_pool(model, [IDS, [30, 31]], 20, make_capture=TwinCapture)
-    rows.prefill()
+    pool = cuda_pool(model, [IDS, [30, 31]], 20, make_capture=TwinCapture)
+    pool.prefill()
     for token in range(40, 48):
-        rows.decode([token] * 2)
-    assert rows.step.is_replaying, rows.step.why_not
+        pool.decode([token] * 2)
+    assert pool.step.is_replaying, pool.step.why_not
 
     def step() -> object:
-        return rows.decode([60, 61]) if all(map(rows.pool.held, range(2))) else rows.prefill()
+        return pool.decode([60, 61]) if all(map(pool.pool.held, range(2))) else pool.prefill()
 
     return step
 

@@ -93,18 +93,20 @@ def test_layers_are_replaced_where_they_lie(dense: ModuleType) -> None:
     assert float((block(x) - expected).norm() / expected.norm()) < 0.01
 
 
-@pytest.mark.parametrize(("num_rows", "outputs"), [(1, (72, 16)), (3, (40, 24, 16)), (8, (16, 40))])
+@pytest.mark.parametrize(
+    ("num_tokens", "outputs"), [(1, (72, 16)), (3, (40, 24, 16)), (8, (16, 40))]
+)
 def test_layers_of_one_input_give_what_each_gives(
-    dense: ModuleType, num_rows: int, outputs: tuple[int, ...]
+    dense: ModuleType, num_tokens: int, outputs: tuple[int, ...]
 ) -> None:
     random = torch.Generator().manual_seed(1)
-    x = torch.randn(num_rows, 64, generator=random)
+    x = torch.randn(num_tokens, 64, generator=random)
     weights = []
     for number, count in enumerate(outputs):
         bias = torch.randn(count, generator=random) if number % 2 else None
         matrix = torch.randn(count, 64, generator=random)
         weights.append(dense.bring(pack_dense(matrix, bias, find_format("int8")), CPU))
-    assert dense.can_join(num_rows, *weights)
+    assert dense.can_join(num_tokens, *weights)
     together = dense.multiply_together(x, weights)
     for found, weight in zip(together, weights, strict=True):
         assert torch.equal(found, dense.multiply(x, weight))

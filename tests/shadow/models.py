@@ -66,12 +66,12 @@ def outputs_on_cpu(checkpoint: Path, **options: Any) -> Spoken:
         runtime_in(model).executor.close()
 
 
-def model_outputs(model: Any, rows: WholePool) -> Spoken:
+def model_outputs(model: Any, pool: WholePool) -> Spoken:
     """Return a model's answers on any device."""
     with torch.no_grad():
         text = model(torch.tensor([TEXT]).to(model.device)).logits.cpu()
-    steps = [rows.prefill().cpu().clone()]
-    steps += [rows.decode([t, t + 1]).cpu().clone() for t in TOKENS]
+    steps = [pool.prefill().cpu().clone()]
+    steps += [pool.decode([t, t + 1]).cpu().clone() for t in TOKENS]
     return Spoken(text, steps)
 
 
@@ -137,9 +137,9 @@ def require_same_on_gpu(
             ahead = runtime_in(model).executor.cache.settings.predicting_sizes
             assert bool(ahead) == bool({"prefetch_count", "look_ahead"} & {*on_gpu})
             assert {str(p.device) for p in model.parameters() if p.numel()} <= {"cuda:0", "cpu"}
-            rows = gpu_pool(model, PROMPTS, 40)
-            assert_same(model_outputs(model, rows), expected)
-            require_steps_without_waits(gpu, rows)
+            pool = gpu_pool(model, PROMPTS, 40)
+            assert_same(model_outputs(model, pool), expected)
+            require_steps_without_waits(gpu, pool)
         assert gpu.registered_bytes == 0
         assert gpu.fraction == 1.0
     return gpu
@@ -162,13 +162,13 @@ def require_same_without_slots(name: str, directory: Path) -> None:
         assert (result(model) - expected).norm() <= 1e-4 * expected.norm()
 
 
-def require_steps_without_waits(gpu: ShadowGpu, rows: WholePool) -> None:
+def require_steps_without_waits(gpu: ShadowGpu, pool: WholePool) -> None:
     """Assert that a captured step is queued without unintended waits."""
     for token in range(8):  # with random weights, some results differ before the others are trusted
-        if not rows.step.has_settled:
-            rows.decode([token + 50, token + 60])
-    assert rows.step.is_replaying, rows.step.why_not
+        if not pool.step.has_settled:
+            pool.decode([token + 50, token + 60])
+    assert pool.step.is_replaying, pool.step.why_not
     torch.cuda.set_sync_debug_mode("error")
     for token in TOKENS[:2]:
-        rows.decode([token, token + 1])
+        pool.decode([token, token + 1])
     torch.cuda.set_sync_debug_mode("default")

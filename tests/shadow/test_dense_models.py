@@ -65,9 +65,9 @@ def test_it_says_the_same_on_a_gpu_in_whole_graphs(small: Path) -> None:
         )
         assert {str(p.device) for p in model.parameters()} == {"cuda:0"}
         assert gpu.fraction == pytest.approx(2e9 / (8 << 30))
-        rows = gpu_pool(model, PROMPTS, 40)
-        assert_same(model_outputs(model, rows), expected)
-        require_steps_without_waits(gpu, rows)
+        pool = gpu_pool(model, PROMPTS, 40)
+        assert_same(model_outputs(model, pool), expected)
+        require_steps_without_waits(gpu, pool)
         assert {"few_rows", "attend_parts", "graph"} <= set(gpu.launched)
         assert not {"publish", "combine"} & set(gpu.launched)
         runtime_in(model).executor.close()

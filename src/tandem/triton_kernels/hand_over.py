@@ -202,7 +202,7 @@ def publish_guess(
     top_k_index: tensor,
     guess: tensor,
     guessed: tensor,
-    num_rows: constexpr,
+    num_tokens: constexpr,
     top_k: constexpr,
     num_experts: constexpr,
     num_scores: constexpr,
@@ -215,7 +215,7 @@ def publish_guess(
     There is one program.
     """
     place = tl.arange(0, width)
-    for row in range(num_rows):
+    for row in range(num_tokens):
         first = tl.load(top_k_index + row * top_k)
         is_idle = (first < 0) | (first >= num_experts)
         left = tl.load(

@@ -134,15 +134,15 @@ def publish_guess(
 ) -> None:
     """Publish the next layer's likely choice; `index` is this layer's own choice."""
     (weight, bias, residual, scoring), hidden = next_router
-    num_rows, num_cols = hidden.shape
-    scores = torch.empty(num_rows, len(weight), dtype=torch.float32, device=index.device)
-    hand_over.ask[-(-len(weight) // _ROUTER_EXPERTS), num_rows](
+    num_tokens, num_cols = hidden.shape
+    scores = torch.empty(num_tokens, len(weight), dtype=torch.float32, device=index.device)
+    hand_over.ask[-(-len(weight) // _ROUTER_EXPERTS), num_tokens](
         hidden, residual, weight, weight if bias is None else bias, scores, num_cols=num_cols,
         num_experts=len(weight), block_cols=_ROUTER_COLS, block_experts=_ROUTER_EXPERTS,
         has_bias=bias is not None, scoring=SCORINGS.index(scoring), num_warps=4,
     )  # fmt: skip
     hand_over.publish_guess[(1,)](
-        scores, index, box.guess, box.guessed, num_rows=num_rows, top_k=index.shape[1],
+        scores, index, box.guess, box.guessed, num_tokens=num_tokens, top_k=index.shape[1],
         num_experts=num_experts, num_scores=len(weight),
         width=1 << max(4, (len(weight) - 1).bit_length()), on_gpu=index.is_cuda, num_warps=1,
     )  # fmt: skip
@@ -196,8 +196,8 @@ def combine(
     Unless `wait_seconds` is 0, the kernel itself waits for the host, at most this long. As on the
     CPU, multiplications and additions are not fused.
     """
-    num_rows, num_cols = out.shape
-    hand_over.combine[-(-num_cols // _COMBINE_COLS), num_rows](
+    num_tokens, num_cols = out.shape
+    hand_over.combine[-(-num_cols // _COMBINE_COLS), num_tokens](
         box.done, box.waits.turn, box.waits.given_up, layer + 1, rows, box.results, addresses,
         index, weights, out, num_cols=num_cols, top_k=index.shape[1], num_experts=num_experts,
         block_cols=_COMBINE_COLS, most=_most(wait_seconds, out), on_gpu=out.is_cuda,

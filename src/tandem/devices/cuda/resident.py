@@ -132,7 +132,7 @@ def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted
         layer=host.layer,
         num_tokens=routing.num_tokens,
         num_active_experts=len(routing.experts),
-        num_expert_rows=routing.num_rows,
+        num_expert_rows=routing.num_routed,
         touched_bytes=len(routing.experts) * host.image_bytes,
         load=routing.load(host.layer, None),
         plan=plan,

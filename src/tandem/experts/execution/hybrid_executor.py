@@ -328,9 +328,9 @@ class HybridExecutor(Executor):
         if plan.cpu:
             self._kernels.wake()
         call = LayerCall(step.host, step.functions, step.routing, plan.in_launch_order())
-        num_rows, width = step.routing.num_rows, step.hidden.shape[1]
+        num_routed, width = step.routing.num_routed, step.hidden.shape[1]
         num_on_device = len(plan.gpu) + len(plan.arriving) + len(plan.fetch)
-        on_host = CallSide(step.tokens, self.device.host_rows(num_rows, width))
+        on_host = CallSide(step.tokens, self.device.host_rows(num_routed, width))
         share = started = None
         if plan.cpu:
             share = call.batch(num_on_device, num_on_device + len(plan.cpu), on_host)
@@ -338,7 +338,7 @@ class HybridExecutor(Executor):
                 started = self._kernels.start(share)
         try:
             self.cache.cancel_unused(plan.layer, step.routing.experts)
-            on_device = CallSide(step.hidden, self.device.rows(num_rows, width))
+            on_device = CallSide(step.hidden, self.device.rows(num_routed, width))
             launch(self.cache, self.device, call, plan, on_device)
             self.cache.submit(plan.insert, is_needed=False)
             self.cache.submit(plan.prefetch, is_needed=self.cache.planner.prompt.is_on)
@@ -388,7 +388,7 @@ class HybridExecutor(Executor):
         num_active, routing = len(load.experts), step.routing
         event = LayerExecuted(
             layer=load.layer, num_tokens=routing.num_tokens, num_active_experts=num_active,
-            num_expert_rows=routing.num_rows, touched_bytes=num_active * step.host.image_bytes,
+            num_expert_rows=routing.num_routed, touched_bytes=num_active * step.host.image_bytes,
             load=load, plan=plan, step_copies=self._step_copies, begin_seconds=begin,
             end_seconds=self.cache.clock.now, plan_seconds=plan_seconds,
         )  # fmt: skip

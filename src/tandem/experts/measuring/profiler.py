@@ -220,7 +220,7 @@ class _Bench:
         hidden = self._experts.hidden(num_tokens)
         routing = Routing(index, total)
         order = routing.fastest_order()
-        side = CallSide(hidden, self._rows(routing.num_rows, self._experts.hidden_size))
+        side = CallSide(hidden, self._rows(routing.num_routed, self._experts.hidden_size))
         batch = LayerCall(self._store[layer], self._experts.functions, routing, order).batch(
             0, len(order), side
         )
