@@ -36,7 +36,7 @@ class StepDecisions : public LayerDecisions {
 
   void set_dense_seconds(double seconds) { dense_ = seconds; }  // per layer; set between steps
 
-  // Called by the launching thread before a launch and after Coordinator::begin_step. Copies ahead
+  // Called by the launching thread before a launch and after Coordinator::begin_step. Prefetches
   // for known loads begin at once, because nothing on the device reads a slot. `known` is in the
   // layers' order.
   void expect(std::vector<StepPolicy::KnownLoad> known);

@@ -136,7 +136,7 @@ def test_the_hosts_work_is_measured_and_charged_to_layers_fetches_and_cpu_expert
         host.cpu_end_seconds
     )
     assert now.link_seconds_per_expert == host.fetch_seconds
-    # Copies ahead are limited by the link's own rate.
+    # Prefetches are limited by the link's own rate.
     link = PREPARING_SECONDS / 100 / 8
     assert alone.link_seconds_per_expert == pytest.approx(link)
     assert after.link_bytes_per_second == pytest.approx(now.expert_bytes / link)

@@ -84,7 +84,7 @@ def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
         "assignment_options": (("pipelined", False),),
         "eviction_options": (("window", 3),),
     }
-    # Copies ahead, prompts, and limits that a step without fetches never reaches.
+    # Prefetches, prompts, and limits that a step without fetches never reaches.
     others = {"prefetch", "must_prefetch", "copies_prompts", "max_fetches", "never_worse_than_cpu"}
     of_graphs = {"fetching_sizes", "prediction", "prefetch_count", "predicting_sizes"}
     of_graphs |= {"can_ask", "asking_sizes"}

@@ -33,7 +33,7 @@ from tandem.experts.store.held_expert import HeldExpert
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Copy, Geometry
 
-# Copies ahead are queued for this much time of the link, which is longer than the time between two
+# Prefetches are queued for this much time of the link, which is longer than the time between two
 # layers.
 AHEAD_SECONDS = 5e-4
 _FEWEST_AHEAD = 2
