@@ -153,11 +153,11 @@ class Hands:
         """Return the step's copies, and report to the policy those that it has not received."""
         if self._policy is None:
             return []
-        told = [arrival for layer in self.coordinator.take_decided() for arrival in layer[2]]
+        arrivals = [arrival for layer in self.coordinator.take_decided() for arrival in layer[2]]
         left = self.coordinator.take_arrivals()
         for arrival in left:
             self._policy.copy_finished(*arrival)
-        return told + left
+        return arrivals + left
 
 
 def memory_in_lines(num_bytes: int) -> torch.Tensor:

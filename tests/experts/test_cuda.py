@@ -139,13 +139,13 @@ def test_the_twin_notices_a_forgotten_event(
 
 
 def test_a_link_is_made_slower_by_pauses_and_stays_one_stream(store: HostStore) -> None:
-    streams, link = LazyStreams(), Link(4e6, wanted=1e6)
+    streams, link = LazyStreams(), Link(4e6, limit=1e6)
     executor = make_twin(store, streams, 4, SETTINGS[0], link)
     run_both(executor, store, streams)
     num_bytes = store[0].image_bytes
     assert streams.pauses
     assert streams.pauses[0] == pytest.approx(num_bytes / 1e6 - num_bytes / 4e6)
-    assert Link(1e6, wanted=4e6).pause_seconds(1000) == 0
+    assert Link(1e6, limit=4e6).pause_seconds(1000) == 0
 
 
 def test_copies_ahead_are_held_until_the_link_needs_them_and_queued_together(

@@ -98,11 +98,11 @@ class Counting:
         return pairs
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        num_wanted, copied = self._decider.known(load, coming)
+        num_chosen, copied = self._decider.known(load, coming)
         pairs = [*copied]
         self._count("known", pairs)
-        self._counts["left"] += num_wanted - len(pairs)
-        return num_wanted, pairs
+        self._counts["left"] += num_chosen - len(pairs)
+        return num_chosen, pairs
 
     def _count(self, name: str, pairs: Sequence[tuple[int, int]]) -> None:
         over = sum(victim != NOWHERE for _, victim in pairs)

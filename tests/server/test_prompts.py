@@ -17,7 +17,7 @@ import pytest
 from tandem.apis.errors import ApiError
 from tandem.engine.helper import Limits, answer_in_fork, framed, is_whole, unframed
 from tandem.server.options import ServerOptions
-from tandem.server.preparing import LIMITS, Answered, Job, Prepared, Setup, Wanted
+from tandem.server.preparing import LIMITS, Answered, Job, Needs, Prepared, Setup
 from tandem.server.prompts import Prompts
 from tests.server.running import RunningServer, wait_for_end
 from tests.server.stubborn import COMPUTES, ENDS, HANGS, StubbornTokenizer
@@ -59,7 +59,7 @@ def test_bodies_become_requests() -> None:
         assert tokens(await prompts.ask(job("abc"))) == (97, 98, 99)
         assert len(tokens(await prompts.ask(job(LONG)))) == len(LONG)
         wanted = (await prompts.ask(job("abc", n=5))).found
-        assert wanted == Wanted(5, None)
+        assert wanted == Needs(5, None)
         refused = (await prompts.ask(job("abc", model="x" * 1000))).error
         assert refused is not None
         assert (refused.status, refused.param) == (400, "model")

@@ -142,7 +142,7 @@ def _compare(
     if peer.command and peer.has_library and ids:
         groups.append({_LIBRARY: library})  # only asked for its choices, not timed
     choosers = {TANDEM, _LIBRARY if peer.command else peer.name} if peer.has_library else set()
-    tell = _silent if options.quiet else _Told(options.rounds)
+    tell = _silent if options.quiet else _ProgressPrinter(options.rounds)
     speeds: dict[str, Rounds] = {}
     chosen: list[list[Choice]] = []
     memory: dict[str, int] = {}
@@ -186,7 +186,7 @@ def _is_narrow(setting: "Setting", *, quiet: bool) -> bool:
     return True
 
 
-class _Told:
+class _ProgressPrinter:
     """Prints each measurement on standard error as it ends."""
 
     def __init__(self, rounds: int) -> None:

@@ -251,10 +251,10 @@ def _print_summary(path: str, result: "Report", *, is_verbose: bool) -> None:
             f"{format_bytes(result['bytes_read'] / result['tokens'])} read a token, prompts' too"
         )
     if result["speculation"]["drafted"]:
-        told = result["speculation"]
+        speculation = result["speculation"]
         print(
-            f"  {told['drafted']} tokens drafted, {told['accepted']} accepted, "
-            f"{told['tokens_per_step']:.2f} tokens a step"
+            f"  {speculation['drafted']} tokens drafted, {speculation['accepted']} accepted, "
+            f"{speculation['tokens_per_step']:.2f} tokens a step"
         )
     if is_verbose:
         _print_details(result)

@@ -52,8 +52,8 @@ class Ring:
         if self._graph_steps % QUIET_STEPS == 0:
             self._needed = 0, self._needed[0]
             self._residency.take_back()
-        wanted, left = min(max(self._needed), self.graph_size), []
-        while self._num_slots < wanted and (borrowed := self._borrow(())):
+        target, left = min(max(self._needed), self.graph_size), []
+        while self._num_slots < target and (borrowed := self._borrow(())):
             left.append(borrowed[1])
         return [key for key in left if key != NOWHERE]
 

@@ -77,7 +77,7 @@ class Grammars:
     def __init__(self, tables: Callable[[], Tables]) -> None:
         """Prepare; nothing is started yet. `tables` is called in a thread."""
         self.process = HelperProcess(
-            main, lambda: framed(tables()), gone="grammars cannot be built now; ask again"
+            main, lambda: framed(tables()), unavailable="grammars cannot be built now; ask again"
         )
         self._queues = (_Queue(_MOMENT_SECONDS), _Queue(_LIMIT_SECONDS))
         self._under_way: dict[bytes, _UnderWay] = {}

@@ -57,7 +57,7 @@ class Job(NamedTuple):
     limits: Limits = LIMITS
 
 
-class Wanted(NamedTuple):
+class Needs(NamedTuple):
     """The result of a job whose body needs data or room that the job did not have."""
 
     num_answers: int
@@ -84,7 +84,7 @@ class Prepared:
 class Answered:
     """The result of a job."""
 
-    found: Prepared | bytes | Wanted | None = None
+    found: Prepared | bytes | Needs | None = None
     """The prepared requests, or the whole answer as JSON bytes, or the data that the job lacks."""
     error: ApiError | None = None
     """The error to send to the client."""
@@ -126,7 +126,7 @@ class Preparer:
             answered.error = server_error("the server failed; its log says why")
         return answered
 
-    def _found(self, job: Job, answered: Answered) -> Prepared | bytes | Wanted:
+    def _found(self, job: Job, answered: Answered) -> Prepared | bytes | Needs:
         endpoint: Api[Any] | Question[Any] = self._endpoints[job.endpoint]
         read = read_body(endpoint.body, job.raw, is_strict=self._options.strict)
         body: RequestBody = read.body
@@ -138,7 +138,7 @@ class Preparer:
             return _as_json(answer)
         num_answers = body.num_answers if isinstance(endpoint, Api) else 0
         if num_answers > job.room or (body.earlier_id is not None and job.earlier is None):
-            return Wanted(num_answers, body.earlier_id)
+            return Needs(num_answers, body.earlier_id)
         if isinstance(endpoint, Question):
             return _as_json(endpoint.answer(body, job.info, job.earlier or NO_MESSAGES))
         return self._prepared(endpoint, body, job.info, job.earlier or NO_MESSAGES)

@@ -46,8 +46,8 @@ def ring(doorbell: tensor, on_gpu: constexpr) -> None:
 
 
 @triton.jit
-def wait_for(word: tensor, wanted: tensor, most: constexpr, on_gpu: constexpr) -> tensor:
-    """Wait, within a limit, until a word is `wanted` or -1; return its value.
+def wait_for(word: tensor, expected: tensor, most: constexpr, on_gpu: constexpr) -> tensor:
+    """Wait, within a limit, until a word is `expected` or -1; return its value.
 
     The host's writes before it are visible afterwards. The limit `most` is in nanoseconds of the
     GPU's clock; in the interpreter, which has no clock and no pauses, it is a number of reads.
@@ -56,7 +56,7 @@ def wait_for(word: tensor, wanted: tensor, most: constexpr, on_gpu: constexpr) -
     if on_gpu:
         begin = tl.inline_asm_elementwise(_NOW, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
         waited = begin - begin
-        while (value != wanted) & (value != _LOST) & (waited < most):
+        while (value != expected) & (value != _LOST) & (waited < most):
             tl.inline_asm_elementwise(
                 _PAUSE, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
             )
@@ -66,7 +66,7 @@ def wait_for(word: tensor, wanted: tensor, most: constexpr, on_gpu: constexpr) -
         tl.inline_asm_elementwise(_FENCE, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
     else:
         looks = 0
-        while (value != wanted) & (value != _LOST) & (looks < most):
+        while (value != expected) & (value != _LOST) & (looks < most):
             value = tl.load(word, volatile=True)
             looks += 1
     return value

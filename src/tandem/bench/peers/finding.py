@@ -30,15 +30,15 @@ class Peer:
     """Whether the library is installed, which can report first choices."""
 
 
-def find_peer(wanted: str = LLAMA_CPP, path: str | None = None) -> Peer:
-    """Return llama.cpp as installed here, or the program that `wanted` names.
+def find_peer(command: str = LLAMA_CPP, path: str | None = None) -> Peer:
+    """Return llama.cpp as installed here, or the program that `command` names.
 
-    `wanted` may have options after the program. If given, `path` is searched instead of PATH for
+    `command` may have options after the program. If given, `path` is searched instead of PATH for
     that program. Raises `ConfigError` with advice if nothing is found.
     """
     library = _library_version()
-    if wanted != LLAMA_CPP:
-        words = _words(wanted)
+    if command != LLAMA_CPP:
+        words = _words(command)
         return Peer(Path(words[0]).name, _command(words, path), library is not None)
     program = next(filter(None, (_sibling_bench(name, path) for name in _SIBLINGS)), None)
     if program is not None:

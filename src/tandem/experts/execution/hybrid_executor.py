@@ -85,7 +85,7 @@ class HybridExecutor(Executor):
         self._prompt: Sequence[int] | None = None  # the prompt announced last, if any
         self._known: Sequence[LayerLoad] = ()  # loads of the coming forward pass
         self._last_layer = len(self.store)
-        self._wanted_slots: int | None = None
+        self._requested_slots: int | None = None
         self._step_copies: tuple[Copy, ...] = ()
         self._done: _Done | None = None
         self._whole = device.resident(cache)
@@ -162,14 +162,14 @@ class HybridExecutor(Executor):
 
     def resize(self, num_slots: int) -> None:
         """Change the number of slots before the next step."""
-        self._wanted_slots = num_slots
+        self._requested_slots = num_slots
 
     def settle(self) -> None:
         """Learn from the last layer, and apply a requested change of size."""
         self._learn_of_last_layer()
-        if self._wanted_slots is not None:
-            wanted, self._wanted_slots = self._wanted_slots, None
-            self.resize_now(wanted)
+        if self._requested_slots is not None:
+            num_slots, self._requested_slots = self._requested_slots, None
+            self.resize_now(num_slots)
 
     def resize_now(self, num_slots: int, resident: Sequence[int] | None = None) -> None:
         """Change the number of slots between steps, as `ExpertCache.resize` does.

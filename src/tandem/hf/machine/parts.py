@@ -65,8 +65,8 @@ class ObservedModel:
     @property
     def link_bytes_per_second(self) -> float | None:
         """The link's bandwidth that the options set."""
-        wanted = self.options.link_bandwidth
-        return None if wanted is None else parse_bandwidth(wanted)
+        bandwidth = self.options.link_bandwidth
+        return None if bandwidth is None else parse_bandwidth(bandwidth)
 
     def bind(self, executor: Executor) -> None:
         """Make the model's experts modules compute through an executor from now on."""

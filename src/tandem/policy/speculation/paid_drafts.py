@@ -196,8 +196,8 @@ class PaidDrafts:
         chances = sorted(
             (
                 (chance, slot)
-                for slot, (_, told) in found.items()
-                for chance in self.sureness.chances(_kinds(told), told)
+                for slot, (_, estimates) in found.items()
+                for chance in self.sureness.chances(_kinds(estimates), estimates)
             ),
             reverse=True,
         )
