@@ -54,12 +54,12 @@ def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Fou
             return found
         planned = again
     drop_from_page_cache(folder)
-    taken = job.do(limit, experts_bytes=free.experts, has_speed=has_speed)
+    taken = job.execute(limit, experts_bytes=free.experts, has_speed=has_speed)
     found.planned = asdict(planned)
     if limit is not None and not isinstance(taken, int) and _ran_against(planned, taken):
         # Mapped experts are dropped and read again if memory is short: a run without a limit shows
         # whether they all fit.
-        taken, limit = job.do(None, experts_bytes=free.experts, has_speed=False), None
+        taken, limit = job.execute(None, experts_bytes=free.experts, has_speed=False), None
     else:
         found.wrong += _of_memory(planned, taken)
     if isinstance(taken, int):
@@ -111,10 +111,10 @@ class Job:
         result = self._run("plan", own, limit, experts_bytes=experts_bytes)
         return result if isinstance(result, int) else Planned(**result)
 
-    def do(self, limit: int | None, *, experts_bytes: int, has_speed: bool) -> Taken | int:
+    def execute(self, limit: int | None, *, experts_bytes: int, has_speed: bool) -> Taken | int:
         """Load it and fill its contexts."""
         more = {"experts_bytes": experts_bytes, "has_speed": has_speed}
-        result = self._run("do", self.configuration, limit, **more)
+        result = self._run("execute", self.configuration, limit, **more)
         return result if isinstance(result, int) else Taken(**result)
 
     def _run(

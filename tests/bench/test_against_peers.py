@@ -65,7 +65,7 @@ def test_ratios_are_medians_of_turns_next_to_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "isa"),
+    ("system_info", "isa"),
     [
         ("CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 1 | AMX_INT8 = 1 | OPENMP = 1 | ", "AVX512"),
         ("CPU : SSE3 = 1 | AVX = 1 | AVX2 = 1 | AVX512 = 0 | ", "AVX2"),
@@ -73,5 +73,5 @@ def test_ratios_are_medians_of_turns_next_to_each_other() -> None:
         ("CPU : NEON = 1 | ", "no vectors"),
     ],
 )
-def test_what_llama_cpp_was_compiled_for_is_named(told: str, isa: str) -> None:
-    assert widest_isa(told) == isa
+def test_what_llama_cpp_was_compiled_for_is_named(system_info: str, isa: str) -> None:
+    assert widest_isa(system_info) == isa

@@ -294,8 +294,8 @@ def test_pasted_lines_are_one_message_and_come_back_as_one(
     position = first.type(f"/save {tmp_path / 'chat.json'}\r")
     first.wait_for("4 messages are written to", after=position)
     leave(first)
-    told = [line.split() for line in user_messages_in(tmp_path / "chat.json")[0].splitlines()]
-    assert [line for line in told if line] == [line.split() for line in lines if line]
+    pasted = [line.split() for line in user_messages_in(tmp_path / "chat.json")[0].splitlines()]
+    assert [line for line in pasted if line] == [line.split() for line in lines if line]
     assert user_messages_in(tmp_path / "chat.json")[1] == "one\ntwo"
     second = on_a_terminal()
     second.type("\x10" * 3 + "\x01")  # Ctrl-P to the message before /save, Ctrl-A to its begin

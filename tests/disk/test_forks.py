@@ -88,14 +88,14 @@ def test_a_fork_says_so_whatever_threads_torch_has(packed: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"expert_memory": "1GB"}], ids=["memory", "disk"])
 def test_a_model_ends_in_a_fork(packed: Path, options: dict[str, Any]) -> None:
     models = [tandem.load(packed, threads=4, **options)]
-    gone = weakref.ref(models[0])
+    reference = weakref.ref(models[0])
     with torch.inference_mode():
         models[0](ids(9))
 
     def end() -> None:
         models.clear()
         gc.collect()
-        assert gone() is None
+        assert reference() is None
 
     assert result_in_a_fork(end) == "done"
     with torch.inference_mode():

@@ -84,6 +84,6 @@ def test_every_layer_gets_its_own_choice_of_the_traces_next_tokens() -> None:
         inner.calls.clear()
         run_step(forced, num_tokens, torch.device("cpu"))
         for call in inner.calls:
-            wanted = trace.experts[at : at + num_tokens, call.layer]
-            assert call.top_k_index.tolist() == wanted.tolist()
+            expected = trace.experts[at : at + num_tokens, call.layer]
+            assert call.top_k_index.tolist() == expected.tolist()
         at += num_tokens

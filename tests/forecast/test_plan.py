@@ -316,8 +316,8 @@ def test_from_the_disk_a_step_takes_what_its_bytes_take(
     assert max(0.1, read) <= found.decode_seconds * (1 + 1e-9)
     assert found.decode_seconds <= (0.1 + read) * (1 + 1e-9)
     # A prompt of 256 uses all of the 8 experts of each layer.
-    wanted = max(2.0, (1 - slots.share) * sizes.experts_bytes / rate)
-    assert found.prefill_seconds == pytest.approx(wanted, rel=1e-3)
+    expected = max(2.0, (1 - slots.share) * sizes.experts_bytes / rate)
+    assert found.prefill_seconds == pytest.approx(expected, rel=1e-3)
     with pytest.raises(CapacityError, match="and need at least"):
         slots_over_disk(sizes, slot)
 

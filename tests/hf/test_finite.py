@@ -62,8 +62,8 @@ def test_commands_say_it_in_a_sentence(
     more = {"run": ["-p", "hello"], "pack": ["-o", str(tmp_path / "packed")], "doctor": []}
     assert main([command, str(checkpoint), *more[command]]) == (1 if command == "doctor" else 2)
     shown = capsys.readouterr()
-    told = shown.out if command == "doctor" else shown.err  # its table
-    assert f"the weight {name} holds NaN" in told
+    output = shown.out if command == "doctor" else shown.err  # its table
+    assert f"the weight {name} holds NaN" in output
 
 
 def break_layer(model: Any, number: int) -> None:

@@ -162,10 +162,10 @@ def test_a_trace_forces_its_routing(checkpoint: Path, profile: str) -> None:
     inner: list[Any] = []
     runtime.executor.inner.listeners.append(lambda event: inner.append(event.load.experts))
     run(ids)
-    wanted = [
+    expected = [
         tuple(sorted(set(flipped.experts[:, layer].flatten()))) for layer in range(len(inner))
     ]
-    assert inner == wanted
+    assert inner == expected
 
 
 def test_a_trace_of_another_shape_is_refused(checkpoint: Path, profile: str) -> None:
@@ -318,13 +318,13 @@ def test_a_replayed_step_that_is_lost_is_a_sentence(checkpoint: Path, profile: s
 
     executor.captured.coordinator.set_hook(fail)
     generator = Generator(hybrid)
-    wanted = generator.generate(ids_of("hello"), max_new_tokens=9, temperature=0)
+    expected = generator.generate(ids_of("hello"), max_new_tokens=9, temperature=0)
     is_bad = True
     with pytest.raises(ExecutionError, match="the request is lost"):
         generator.generate(ids_of("hello"), max_new_tokens=9, temperature=0)
     is_bad = False
     again = generator.generate(ids_of("hello"), max_new_tokens=9, temperature=0)
-    assert again[0].token_ids == wanted[0].token_ids
+    assert again[0].token_ids == expected[0].token_ids
     executor.close()
 
 

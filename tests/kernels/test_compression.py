@@ -155,10 +155,10 @@ def test_a_window_and_compressed_keys(
         own = keys[slot, max(0, position + 1 - WINDOW) : position + 1]
         all_compressed = compressed_keys[slot, : position + 1][RATIO - 1 :: RATIO]
         some = [] if selected is None else [n for n in selected[token].tolist() if n >= 0]
-        wanted = plain(
+        expected = plain(
             query[:, token], own, all_compressed[some] if some else all_compressed, sinks
         )
-        torch.testing.assert_close(actual[token].double(), wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual[token].double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])

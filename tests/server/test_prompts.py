@@ -58,8 +58,8 @@ def test_bodies_become_requests() -> None:
     async def test(prompts: Prompts) -> None:
         assert tokens(await prompts.ask(job("abc"))) == (97, 98, 99)
         assert len(tokens(await prompts.ask(job(LONG)))) == len(LONG)
-        wanted = (await prompts.ask(job("abc", n=5))).found
-        assert wanted == Needs(5, None)
+        needs = (await prompts.ask(job("abc", n=5))).found
+        assert needs == Needs(5, None)
         refused = (await prompts.ask(job("abc", model="x" * 1000))).error
         assert refused is not None
         assert (refused.status, refused.param) == (400, "model")
@@ -75,9 +75,9 @@ def test_a_body_that_the_process_does_not_survive_costs_no_other(what: str) -> N
         pending = [asyncio.ensure_future(prompts.ask(job(text))) for text in (what, "abc", "de")]
         for task, number in zip(pending[1:], (3, 2), strict=True):
             assert len(tokens(await task)) == number
-        with pytest.raises(ApiError, match="ended while it read this one") as told:
+        with pytest.raises(ApiError, match="ended while it read this one") as raised:
             await pending[0]
-        assert told.value.status == 503
+        assert raised.value.status == 503
         assert prompts.process.pid != first
 
     run(test, most_seconds=5.0)
@@ -91,9 +91,9 @@ def test_a_long_body_is_ended_alone(what: str) -> None:
         long = job(what + LONG, limits=LIMITS._replace(processor_seconds=0.2))
         pending = asyncio.ensure_future(prompts.ask(long))
         assert tokens(await prompts.ask(job("abc"))) == (97, 98, 99)
-        with pytest.raises(ApiError, match="to be turned into a prompt; send less") as told:
+        with pytest.raises(ApiError, match="to be turned into a prompt; send less") as raised:
             await pending
-        assert told.value.status == 400
+        assert raised.value.status == 400
         assert prompts.process.pid == first
 
     run(test)

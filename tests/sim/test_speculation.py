@@ -67,7 +67,7 @@ def test_the_length_follows_what_it_costs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "length", "told"),
+    ("drafter", "length", "message"),
     [
         ("lookup", "auto", "--speculate is 'lookup'; expected n-gram, mtp=ACCEPTANCE or sure-mtp"),
         ("mtp=2", "auto", "mtp=ACCEPTANCE got '2'; expected a number from 0 to 1"),
@@ -75,10 +75,10 @@ def test_the_length_follows_what_it_costs() -> None:
         ("n-gram", "some", "--length got 'some'; expected a number from 0 to 7"),
     ],
 )
-def test_mistakes_are_one_sentence(drafter: str, length: str, told: str) -> None:
+def test_mistakes_are_one_sentence(drafter: str, length: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         SpeculationChoice.parsed(drafter, length)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_look_up_needs_token_ids() -> None:
@@ -89,6 +89,6 @@ def test_look_up_needs_token_ids() -> None:
 def test_the_command_tells_what_was_drafted(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", TRACE, "--limit", "60", "--speculate", "mtp=0.9", "--length", "2"]
     assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])["speculation"]
-    assert told["tokens_per_step"] > 1.5
-    assert told["accepted"] <= told["drafted"]
+    speculation = json.loads(capsys.readouterr().out.splitlines()[-1])["speculation"]
+    assert speculation["tokens_per_step"] > 1.5
+    assert speculation["accepted"] <= speculation["drafted"]

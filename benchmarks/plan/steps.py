@@ -111,7 +111,7 @@ def offload_options(configuration: Configuration, experts_bytes: int) -> dict[st
     return found
 
 
-def do(configuration: Configuration, folder: Path, experts_bytes: int = 0) -> Taken:
+def execute(configuration: Configuration, folder: Path, experts_bytes: int = 0) -> Taken:
     """Load, fill each sequence's context, decode its last tokens."""
     path = model_path(configuration, folder)
     options: dict[str, Any] = {**offload_options(configuration, experts_bytes)}
