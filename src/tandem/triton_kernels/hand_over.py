@@ -124,10 +124,11 @@ def publish(
 ) -> None:
     """Publish a layer: write its choice and hits to the mailbox. There is one program.
 
-    The router's choice and weights are (rows, top_k), `hidden` is (rows, hidden_size), `address_of`
-    (num_experts,) int64. The kernels of the hits read `addresses` (rows * top_k,) int64. The other
-    tensors are the layer's mailbox, and `shared_hidden`, which all layers share. An entry of
-    `address_of` is read once per routed token, so that all later kernels use the same address.
+    The router's choice and weights are (n_tokens, top_k), `hidden` is (n_tokens, hidden_size),
+    `address_of` (num_experts,) int64. The kernels of the hits read `addresses` (n_tokens * top_k,)
+    int64. The other tensors are the layer's mailbox, and `shared_hidden`, which all layers share.
+    An entry of `address_of` is read once per routed token, so that all later kernels use the same
+    address.
     """
     place = tl.arange(0, choice_width)
     is_there = place < num_choices
@@ -169,9 +170,9 @@ def ask(
     has_bias: constexpr,
     scoring: constexpr,
 ) -> None:
-    """Write weight (num_experts, num_cols) @ (hidden + residual) + bias to scores (rows, experts).
+    """Write weight (num_experts, num_cols) @ (hidden + residual) + bias to scores (tokens, experts).
 
-    `hidden` is (rows, num_cols), `residual` (num_cols,) fp32. A program is (some experts, row).
+    `hidden` is (n_tokens, num_cols), `residual` (num_cols,) fp32. A program is (some experts, token).
     `scoring` is applied before the bias is added: 0 nothing, 1 a sigmoid, 2 the root of a softplus.
     """
     row = tl.program_id(1).to(tl.int64)
@@ -209,22 +210,22 @@ def publish_guess(
     width: constexpr,
     on_gpu: constexpr,
 ) -> None:
-    """Publish the experts with the largest scores (rows, num_scores) as the next layer's guess.
+    """Publish the experts with the largest scores (n_tokens, num_scores) as the next layer's guess.
 
-    Rows whose own choice in `top_k_index` (rows, top_k) begins with padding get -1 as guesses.
+    Tokens whose choice in `top_k_index` (n_tokens, top_k) begins with padding get -1 as guesses.
     There is one program.
     """
     place = tl.arange(0, width)
     for row in range(num_tokens):
         first = tl.load(top_k_index + row * top_k)
-        is_idle = (first < 0) | (first >= num_experts)
+        is_padding = (first < 0) | (first >= num_experts)
         left = tl.load(
             scores + row * num_scores + place, mask=place < num_scores, other=float("-inf")
         )
         for k in tl.static_range(top_k):
             most = tl.reduce(left, 0, tl.standard._elementwise_max)
             best = tl.reduce(tl.where(left == most, place, width), 0, tl.standard._elementwise_min)
-            tl.store(guess + row * top_k + k, tl.where(is_idle, -1, best).to(tl.int32))
+            tl.store(guess + row * top_k + k, tl.where(is_padding, -1, best).to(tl.int32))
             left = tl.where(place == best, float("-inf"), left)
     ring(guessed, on_gpu)
 
@@ -248,7 +249,7 @@ def take_fetched(
     """Read the addresses of misses that the host has copied to the GPU, after the hits.
 
     There is one program. `fetched` is in the layer's mailbox. The second launch of the vector
-    kernels reads `new_addresses` (rows * top_k,) int64, which is 0 where the host has computed the
+    kernels reads `new_addresses` (n_tokens * top_k,) int64, 0 where the host has computed the
     row. They are also added to `addresses`, for `combine`. A layer without misses does not wait.
     `most` and `number` are as in `combine`.
     """

@@ -44,14 +44,14 @@ class MailboxTensors(NamedTuple):
 
     doorbell: Tensor  # (1,) int32
     done: Tensor  # (1,) int32
-    choice: Tensor  # (rows, top_k) int32
-    is_hit: Tensor  # (rows, top_k) int32
-    weights: Tensor  # (rows, top_k) fp32
-    fetched: Tensor  # (rows, top_k) int64
+    choice: Tensor  # (n_tokens, top_k) int32
+    is_hit: Tensor  # (n_tokens, top_k) int32
+    weights: Tensor  # (n_tokens, top_k) fp32
+    fetched: Tensor  # (n_tokens, top_k) int64
     guessed: Tensor  # (1,) int32
-    guess: Tensor  # (rows, top_k) int32
-    hidden: Tensor  # (rows, hidden_size) in the model's dtype
-    results: Tensor  # (rows * top_k, hidden_size) fp32
+    guess: Tensor  # (n_tokens, top_k) int32
+    hidden: Tensor  # (n_tokens, hidden_size) in the model's dtype
+    results: Tensor  # (n_tokens * top_k, hidden_size) fp32
     waits: WaitWords
 
 
@@ -59,7 +59,7 @@ class NextRouter(NamedTuple):
     """The next layer's router, and its input."""
 
     router: LookAheadRouter
-    hidden: Tensor  # (rows, hidden_size), what this layer's router has read
+    hidden: Tensor  # (n_tokens, hidden_size), what this layer's router has read
 
 
 def hand_over_layer(
@@ -78,8 +78,8 @@ def hand_over_layer(
     """Queue a whole layer; return the tensor that will hold its result, of the shape of `hidden`.
 
     `address_of` is (num_experts,) int64, 0 for experts that are not resident. `hits(addresses,
-    rows)` queues the computation of the experts at `addresses` (rows * top_k,), 0 for no expert,
-    into `rows`. If the host `fetches` misses meanwhile, `hits` is called again for the fetched
+    rows)` queues the computation of the experts at `addresses` (n_tokens * top_k,) into `rows`; 0
+    is no expert. If the host `fetches` misses meanwhile, `hits` is called again for the fetched
     experts, after the wait. The next layer's likely choice (by `next_router`) is published after
     the doorbell.
     """
@@ -112,7 +112,7 @@ def publish(
     *,
     rings: bool,
 ) -> Tensor:
-    """Publish a layer; return the addresses of its hits, (rows * top_k,) int64, 0 for no hit.
+    """Publish a layer; return the addresses of its hits, (n_tokens * top_k,) int64, 0 for no hit.
 
     `address_of` is (num_experts,) int64. The kernel sets `done` to 1 if there is no miss, else to
     0. With `rings` the kernel itself sets the doorbell.
@@ -157,7 +157,7 @@ def take_fetched(
     layer: int,
     wait_seconds: float,
 ) -> Tensor:
-    """Return the addresses (rows * top_k,) of fetched misses, 0 for all other choices.
+    """Return the addresses (n_tokens * top_k,) of fetched misses, 0 for all other choices.
 
     The kernel writes these addresses to `addresses`, too. For `wait_seconds` see `combine`.
     """

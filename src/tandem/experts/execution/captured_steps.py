@@ -290,8 +290,8 @@ class CapturedSteps:
         missed = {e for e, hit in zip(choice, is_hit, strict=True) if not hit}
         experts = sorted({e for e in choice if 0 <= e < host.arrivals.num_experts})
         tokens = tuple(choice.count(expert) for expert in experts)
-        rows = [choice[at : at + top_k] for at in range(0, len(choice), top_k)]
-        routes = [row for row in rows if min(row) >= 0]
+        by_token = [choice[at : at + top_k] for at in range(0, len(choice), top_k)]
+        routes = [row for row in by_token if min(row) >= 0]
         on_gpu = tuple(e for e in experts if e not in missed)
         on_cpu = tuple(e for e in experts if e in missed and e not in in_time)
         fetch = tuple(c for c in (*copies.entered, *copies.staged) if c.expert in in_time)
