@@ -170,9 +170,10 @@ def ask(
     has_bias: constexpr,
     scoring: constexpr,
 ) -> None:
-    """Write weight (num_experts, num_cols) @ (hidden + residual) + bias to scores (tokens, experts).
+    """Write weight (num_experts, num_cols) @ (hidden + residual) + bias to `scores`.
 
-    `hidden` is (n_tokens, num_cols), `residual` (num_cols,) fp32. A program is (some experts, token).
+    `hidden` is (n_tokens, num_cols), `residual` (num_cols,) fp32, `scores` (n_tokens, num_experts).
+    A program is (some experts, token).
     `scoring` is applied before the bias is added: 0 nothing, 1 a sigmoid, 2 the root of a softplus.
     """
     row = tl.program_id(1).to(tl.int64)
