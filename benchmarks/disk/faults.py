@@ -161,9 +161,9 @@ def failures(lines: Lines, end: str, kills: int) -> list[str]:
         )
         if not is_allowed:
             found.append(f"{line['outcome']} while {line['fault']}: {line['said']}")
-    heard = {line["fault"] for line in lines if line["outcome"] == "sentence"}
-    unheard = {line["fault"] for line in lines if line["may_fail"]} - heard
-    return found + [f"no request has heard of: {fault}" for fault in sorted(unheard)]
+    reported = {line["fault"] for line in lines if line["outcome"] == "sentence"}
+    unreported = {line["fault"] for line in lines if line["may_fail"]} - reported
+    return found + [f"no request has heard of: {fault}" for fault in sorted(unreported)]
 
 
 def table(lines: Lines) -> list[str]:

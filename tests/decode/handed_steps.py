@@ -37,10 +37,15 @@ _HANDED = list[Callable[..., Tensor]]()  # what the operation calls, by number
 
 @torch.library.custom_op("twin::handed", mutates_args=())
 def handed(
-    number: int, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, heard: Tensor | None
+    number: int,
+    layer: int,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    router_input: Tensor | None,
 ) -> Tensor:
     """Hand over a layer as an operation that the twin's graph records."""
-    return _HANDED[number](layer, hidden, index, weights, heard)
+    return _HANDED[number](layer, hidden, index, weights, router_input)
 
 
 class AddressedExperts:
@@ -73,15 +78,17 @@ class NotedLayers:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._heard: dict[int, Tensor] = {}
+        self._router_inputs: dict[int, Tensor] = {}
 
-    def hear(self, layer: int, hidden: Tensor) -> None:
-        self._heard[layer] = hidden
+    def take_router_input(self, layer: int, hidden: Tensor) -> None:
+        self._router_inputs[layer] = hidden
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, _: ExpertFunctions
     ) -> Tensor:
-        return handed(self._number, layer, hidden, index, weights, self._heard.pop(layer, None))
+        return handed(
+            self._number, layer, hidden, index, weights, self._router_inputs.pop(layer, None)
+        )
 
 
 class NotedSteps(HandedSteps):
@@ -101,18 +108,18 @@ class NotedSteps(HandedSteps):
 
     def layers(self, size: int) -> Any:
         inner, functions = super().layers(size), self.functions
-        self.heard: dict[int, Tensor] = {}
+        self.router_inputs: dict[int, Tensor] = {}
 
         def call(
-            layer: int, hidden: Tensor, index: Tensor, weights: Tensor, heard: Tensor | None
+            layer: int, hidden: Tensor, index: Tensor, weights: Tensor, router_input: Tensor | None
         ) -> Tensor:
             if self.error is not None:
                 raise RuntimeError(self.error)
             if not self.is_under_way:  # stands for a capture's end, which does nothing on a GPU
                 return torch.zeros_like(hidden)
-            if heard is not None:
-                self.heard[layer] = heard.clone()
-                inner.hear(layer, heard)
+            if router_input is not None:
+                self.router_inputs[layer] = router_input.clone()
+                inner.take_router_input(layer, router_input)
             found = inner(layer, hidden, index, weights, functions)
             assert found is not None
             return found

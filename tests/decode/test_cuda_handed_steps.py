@@ -178,9 +178,9 @@ def test_the_next_router_runs_in_the_same_graph(
         assert ahead.residuals.means.any()  # learned in prompts
         routers = find_routers(model, runtime.bound)
         assert not isinstance(routers, str)
-        heard = steps_of(executor).heard[0] + ahead.residuals.means[0]
+        router_input = steps_of(executor).router_inputs[0] + ahead.residuals.means[0]
         guess = steps_of(executor).guess_of(capture_size(num_sequences), 0)
-        chosen = routers[1].choose(heard[:num_sequences]).sort().values.tolist()
+        chosen = routers[1].choose(router_input[:num_sequences]).sort().values.tolist()
         assert [sorted(row) for row in guess[:num_sequences]] == chosen
         assert all(set(row) == {-1} for row in guess[num_sequences:])  # idle
         assert any(event.plan.prefetch for event in events if event.plan is not None)

@@ -113,7 +113,7 @@ def test_a_captured_step_asks_the_routers_that_tokens_do_not_decide(tmp_path: Pa
         assert pool.num_segments == 1
         steps, routers = steps_of(executor), find_routers(model, runtime.bound)
         assert not isinstance(routers, str)
-        chosen = routers[2].choose(steps.heard[1] + ahead.residuals.means[1]).tolist()
+        chosen = routers[2].choose(steps.router_inputs[1] + ahead.residuals.means[1]).tolist()
         assert sorted(steps.guess_of(1, 1)[0]) == sorted(chosen[0])
         assert set(steps.guess_of(1, 0)[0]) == {0}  # nothing has been published
     ahead.close()

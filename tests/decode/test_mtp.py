@@ -315,16 +315,16 @@ def test_a_step_on_a_gpu_tells_what_the_head_reads(
         CpuSlotPool(model, two_threads(), 1, notes_hidden=True),
         CudaSlotPool(model, 1, make_capture=TwinCapture, notes_hidden=True),
     ]
-    heard: list[list[tuple[int, int, Tensor]]] = [[], []]
-    for pool, calls in zip(pools, heard, strict=True):
+    calls_of_pools: list[list[tuple[int, int, Tensor]]] = [[], []]
+    for pool, calls in zip(pools, calls_of_pools, strict=True):
         pool.on_hidden = lambda *call, calls=calls: calls.append((*call[:2], call[2].clone()))
         pool.prefill({0: IDS})
         for _ in range(5):
             pool.verify({0: [40, 41, 42]})
             pool.keep(0, len(pool.held(0)) - 1)
         assert pool.step.is_replaying, pool.step.why_not
-    assert len(heard[0]) == 6
-    for (_, first, ours), (_, expected_first, theirs) in zip(*heard, strict=True):
+    assert len(calls_of_pools[0]) == 6
+    for (_, first, ours), (_, expected_first, theirs) in zip(*calls_of_pools, strict=True):
         assert first == expected_first
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     (expected,) = Generator(model, speculate="none").generate([IDS], max_new_tokens=12)

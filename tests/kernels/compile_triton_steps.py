@@ -312,7 +312,7 @@ def multiply(format_name: str, num_tokens: int) -> None:
     """Multiply packed linear layers for this many tokens, alone and grouped."""
     # Arbitrary contents: some formats cannot be quantised to.
     matrix = PackedMatrix.empty(512, 2048, find_format(format_name))
-    weight = dense.bring(DenseWeight(matrix, torch.zeros(512)), torch.device("cpu"))
+    weight = dense.copy_to_device(DenseWeight(matrix, torch.zeros(512)), torch.device("cpu"))
     rows = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16)
     dense.multiply(rows, weight)
     if dense.can_join(num_tokens, weight):

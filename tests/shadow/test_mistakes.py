@@ -295,7 +295,7 @@ def test_a_hand_over_that_does_not_wait_is_found_by_its_trial() -> None:
 def test_a_doorbell_without_a_fence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a kernel that rings itself, `test_triton_attention.py` checks the code."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(signals, "_BEHIND_ALL", 1)
+    monkeypatch.setattr(signals, "_AFTER_ALL", 1)
     with shadow_gpu() as gpu:
         driver = hand_over_trial.open_driver()  # type: ignore[attr-defined]
         assert driver is not None

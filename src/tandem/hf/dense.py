@@ -264,9 +264,9 @@ def on_device(device: torch.device) -> Place:
                 "linear layers are packed and Triton, which would multiply with such weights on "
                 "the GPU, is not installed; pip install triton, or leave dense_dtype out"
             )
-        from tandem.triton_kernels.dense import bring
+        from tandem.triton_kernels.dense import copy_to_device
 
         there = None if order is None else order.to(device)
-        return DeviceLinear(bring(weight, device), dtype, there)
+        return DeviceLinear(copy_to_device(weight, device), dtype, there)
 
     return place

@@ -33,7 +33,7 @@ class DeviceWeight(NamedTuple):
     has_bias: bool
 
 
-def bring(weight: DenseWeight, device: torch.device) -> DeviceWeight:
+def copy_to_device(weight: DenseWeight, device: torch.device) -> DeviceWeight:
     """Copy a packed weight from the host to a device."""
     matrix, bias = weight.matrix, weight.bias
     parts = [matrix.data, matrix.scales, bias]

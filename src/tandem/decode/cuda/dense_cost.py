@@ -50,7 +50,7 @@ class _NoLayers:
     ) -> Tensor:
         return torch.zeros_like(hidden)
 
-    def hear(self, layer: int, hidden: Tensor) -> bool:
+    def take_router_input(self, layer: int, hidden: Tensor) -> bool:
         return True
 
     def around(self) -> AbstractContextManager[None]:

@@ -186,7 +186,7 @@ class CudaCopyEngine:
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots; the compute stream will wait for copies into them that are not done."""
-        return self.slots.begin_use(slots, keys, self._bring)
+        return self.slots.begin_use(slots, keys, self._fill)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
         """Return (layer, expert, time) of copies that ended since the last call; never waits."""
@@ -304,7 +304,7 @@ class CudaCopyEngine:
         layer, expert = self._geometry.expert_id(key)
         return self._store[layer].take_back(expert)
 
-    def _bring(self, claims: Sequence[Claim]) -> None:
+    def _fill(self, claims: Sequence[Claim]) -> None:
         """Queue held copies into claimed slots; the compute stream waits for all claimed slots."""
         claimed = [job for job in self._kept if (job.copy.slot, job.generation) in claims]
         if claimed:

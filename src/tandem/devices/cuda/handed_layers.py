@@ -55,7 +55,7 @@ class HandedLayers:
         self._experts, self._signals = experts, signals
         self._words, self._fetches = words, fetches
         self._routers = routers
-        self._heard: dict[int, Tensor] = {}  # layer -> what its router has read
+        self._router_inputs: dict[int, Tensor] = {}  # layer -> what its router has read
 
     def serves(self, layer: int, functions: ExpertFunctions, index: Tensor) -> bool:
         """Tell whether a layer can be handed over.
@@ -68,10 +68,10 @@ class HandedLayers:
         is_packed = isinstance(host, PackedLayer) and host.input_order is None
         return is_plain and is_packed and len(index) <= MAX_GRAPH_TOKENS
 
-    def hear(self, layer: int, hidden: Tensor) -> None:
+    def take_router_input(self, layer: int, hidden: Tensor) -> None:
         """Keep the input of a layer's router in this step: (n_tokens, hidden_size)."""
         if layer < len(self._routers) and self._routers[layer] is not None:
-            self._heard[layer] = hidden.contiguous()
+            self._router_inputs[layer] = hidden.contiguous()
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
@@ -98,9 +98,13 @@ class HandedLayers:
 
     def _next_router(self, layer: int) -> handing.NextRouter | None:
         """Return the next layer's router and its input; None: the router is not run ahead."""
-        heard = self._heard.pop(layer, None)
-        router = None if heard is None else self._routers[layer]
-        return None if heard is None or router is None else handing.NextRouter(router, heard)
+        router_input = self._router_inputs.pop(layer, None)
+        router = None if router_input is None else self._routers[layer]
+        return (
+            None
+            if router_input is None or router is None
+            else handing.NextRouter(router, router_input)
+        )
 
     def launch_once(self, hidden: Tensor, top_k: int) -> None:
         """Queue all kernels of a layer except the experts', for tokens that have chosen no

@@ -174,7 +174,7 @@ class HandedSteps(CapturedSteps):
     def _bring_table(self) -> None:
         self._device_table.copy_(self._host_table, non_blocking=True)
 
-    def finish(self, *, is_heard: bool) -> None:
+    def finish(self, *, has_listeners: bool) -> None:
         """End a step whose graph has been launched.
 
         Raises `DeviceLostError` if the device does not recover, and `RuntimeError` if the device
@@ -182,7 +182,7 @@ class HandedSteps(CapturedSteps):
         """
         self._end = self._streams.record(Stream.COMPUTE, is_timed=True)
         try:
-            super().finish(is_heard=is_heard)
+            super().finish(has_listeners=has_listeners)
         except _native.StepLostError:
             self.wait_for_device()
             raise

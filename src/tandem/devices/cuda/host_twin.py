@@ -17,7 +17,7 @@ class HostTwin:
             self.host = host.pin_memory() if self._is_cuda else host
         self._copied: torch.cuda.Event | None = None
 
-    def bring(self, values: Sequence[object] | Tensor) -> None:
+    def upload(self, values: Sequence[object] | Tensor) -> None:
         """Queue the copy of values to the device; there must be as many as the target has."""
         # Waits only after an error; otherwise a step has waited for this copy.
         if self._copied is not None:

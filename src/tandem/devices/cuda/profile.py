@@ -88,7 +88,7 @@ def measure_device(
         step_seconds=0.0,
         layer_seconds=wait_seconds + bench.host_seconds(bench.hand_off),
         cpu_begin_seconds=0.0,  # the CPU begins before the launches
-        cpu_end_seconds=bench.bring_seconds(),
+        cpu_end_seconds=bench.upload_seconds(),
         fetch_seconds=bench.launch_seconds() / FETCHES_A_LAUNCH,
     )
     host = () if graph is None else (graph(segments.fetch_seconds),)  # the default path comes first
@@ -212,17 +212,17 @@ class _Bench:
 
         return self.host_seconds(launch)
 
-    def bring_seconds(self) -> float:
+    def upload_seconds(self) -> float:
         """Return the seconds that copying a layer's rows from the CPU to the GPU takes; waits."""
         count = self._top_k
         host = self._device.host_rows(count, self._experts.hidden_size)
         there = self._device.rows(count, self._experts.hidden_size)
 
-        def bring() -> None:
+        def upload() -> None:
             self._device.upload(host, there)
             self._device.streams.synchronize()
 
-        return self.host_seconds(bring)
+        return self.host_seconds(upload)
 
     def _copy_seconds(self) -> float:
         def copy() -> None:

@@ -90,10 +90,10 @@ class ResidentLayers:
             memory = streams.pinned(top_k_index.nbytes)
             host = memory.view(top_k_index.dtype).view(top_k_index.shape)
 
-        def bring() -> None:
+        def copy() -> None:
             host.copy_(top_k_index, non_blocking=True)
 
-        streams.run(Stream.COMPUTE, bring)
+        streams.run(Stream.COMPUTE, copy)
         self._noted.append((layer, host, streams.record(Stream.COMPUTE)))
 
     def noted(self, now: float) -> Iterator[LayerExecuted]:

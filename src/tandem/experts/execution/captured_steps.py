@@ -110,8 +110,10 @@ class CapturedSteps:
             self.coordinator.expect([(load.layer, load.experts, load.tokens) for load in known])
         self._num_tokens = num_tokens
 
-    def finish(self, *, is_heard: bool) -> None:
-        """End a step whose layers have all been run or queued; `report` reports it if `is_heard`.
+    def finish(self, *, has_listeners: bool) -> None:
+        """End a step whose layers have all been run or queued.
+
+        With `has_listeners`, `report` reports it later.
 
         Reporting is a separate call, because it takes Python time in which the next step can run.
         """
@@ -122,7 +124,7 @@ class CapturedSteps:
         self._eviction.noted_natively(num_tokens)
         if error := self.coordinator.copy_error():
             raise RuntimeError(f"the link has stopped: {error}")
-        self._unreported = (self.coordinator.records(), copies) if is_heard else None
+        self._unreported = (self.coordinator.records(), copies) if has_listeners else None
 
     def report(self, listeners: Sequence[Listener]) -> None:
         """Report the last step that has ended, unless it has been reported."""

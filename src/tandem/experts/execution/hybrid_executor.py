@@ -137,7 +137,7 @@ class HybridExecutor(Executor):
                 yield
                 # Reports the previous step while the GPU computes this one.
                 self.captured.report(self.listeners)
-                self.captured.finish(is_heard=bool(self.listeners))
+                self.captured.finish(has_listeners=bool(self.listeners))
 
     @contextlib.contextmanager
     def _losing_at_most_a_step(self) -> Iterator[None]:

@@ -74,11 +74,11 @@ class LookAhead:
             router = self._routers[layer]
             token_ids = router.token_ids(args, options) if router.reads_tokens else None
             hidden = args[0].detach().reshape(-1, args[0].shape[-1])
-            opaque(ROUTER_INPUT, self._hear, layer, hidden, token_ids)
+            opaque(ROUTER_INPUT, self._take_input, layer, hidden, token_ids)
 
         return listen
 
-    def _hear(self, layer: int, hidden: Tensor, token_ids: Tensor | None) -> None:
+    def _take_input(self, layer: int, hidden: Tensor, token_ids: Tensor | None) -> None:
         """Record a router's input, and learn its difference from the previous router's input."""
         if layer == 0 or token_ids is not None:
             self._token_ids = token_ids
