@@ -73,9 +73,9 @@ def answer(content: list[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
     """Return the model's answer; four of five have a call, as an agent's model writes."""
     text_blocks = [block for block in content if block["type"] == "text"]
     if turn % 5 != 4:
-        given = {"path": f"src/file_{turn}.py"}
+        arguments = {"path": f"src/file_{turn}.py"}
         text_blocks.append(
-            {"type": "tool_use", "id": f"toolu_{turn}", "name": "read_file", "input": given}
+            {"type": "tool_use", "id": f"toolu_{turn}", "name": "read_file", "input": arguments}
         )
     return text_blocks or [{"type": "text", "text": "."}]
 

@@ -176,23 +176,23 @@ class Sampling(RequestBody):
         )
 
     def _options(self, max_new_tokens: int) -> SamplingOptions:
-        given = self.model_dump(include=_OPTIONS, exclude_none=True)
-        stop = given.get("stop", ())
+        options = self.model_dump(include=_OPTIONS, exclude_none=True)
+        stop = options.get("stop", ())
         return SamplingOptions(
-            **given | {
+            **options | {
                 "max_new_tokens": max_new_tokens,
                 "repetition_penalty": self.repetition_penalty or self.repeat_penalty,
                 "seed": None if self.seed is None else self.seed % SEEDS,
                 "stop": (stop,) if isinstance(stop, str) else tuple(stop),
-                "stop_token_ids": tuple(given.get("stop_token_ids", ())),
+                "stop_token_ids": tuple(options.get("stop_token_ids", ())),
                 "logit_bias": tuple((int(i), bias) for i, bias in (self.logit_bias or {}).items()),
             }
         )  # fmt: skip
 
 
-def _first(*given: int | None) -> int | None:
+def _first(*values: int | None) -> int | None:
     """Return the first number that was given; None without a number, or if it is -1."""
-    found = next((number for number in given if number is not None), None)
+    found = next((number for number in values if number is not None), None)
     return None if found == -1 else found
 
 
@@ -376,6 +376,6 @@ class CompletionRequest(Sampling):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts of the body: texts, or lists of token ids."""
-        given: Any = self.prompt
-        is_one = isinstance(given, str) or isinstance(given[0], int)
-        return [given] if is_one else given
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if is_one else prompt

@@ -60,12 +60,12 @@ class CompareOptions:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        given = asdict(self)
+        values = asdict(self)
         for name in ("prompt", "rounds"):
-            require_range(name, given[name], 1, what="a number")
+            require_range(name, values[name], 1, what="a number")
         require_range("gen", self.gen, 4, what="a number of tokens")  # two of them are warm-up
         for name in ("depth", "tokens"):
-            require_range(name, given[name], 0, what="a number of tokens")
+            require_range(name, values[name], 0, what="a number of tokens")
         if self.threads is not None:
             require_range("threads", self.threads, 1, what="a number")
 

@@ -73,8 +73,8 @@ class Planner:
         # The profile names the machine; a dense model may be planned for that machine, too.
         config = dataclasses.replace(self._config(**own), profile=None)
         found = self._sizes_with(config)
-        given = self._offload.expert_memory_bytes
-        return found.within(self._available_bytes, given, self._on_device)
+        expert_memory = self._offload.expert_memory_bytes
+        return found.within(self._available_bytes, expert_memory, self._on_device)
 
     def plan(self, sizes: "ModelSizes", others: "Mapping[str, ModelSizes]") -> "Plan":
         """Return the plan without a speed; raises `CapacityError` if a GPU is too small."""
@@ -138,28 +138,28 @@ def _over_disk(
     are None if no expert stays there. The speed is that of the CPU; None if it was not measured.
     Raises `TandemError` where loading would.
     """
-    given, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
-    if given is not None and is_plain:
+    expert_memory, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
+    if expert_memory is not None and is_plain:
         raise offload.no_slots_for_plain()
-    if given is not None and not files:
+    if expert_memory is not None and not files:
         offload.require_no_slots("this model")
     from tandem.forecast.disk_forecast import forecast_from_disk, slots_over_disk
     from tandem.forecast.speed_forecast import SpeedForecast
     from tandem.hardware.disk import measure_disk
     from tandem.hf.disk_tier import room_for_experts
 
-    has_all = plan.fits if given is None else given >= plan.sizes.experts_bytes
-    is_elsewhere = given is None and offload.device != "cpu"
+    has_all = plan.fits if expert_memory is None else expert_memory >= plan.sizes.experts_bytes
+    is_elsewhere = expert_memory is None and offload.device != "cpu"
     if has_all or not files or is_plain or plan.sizes.is_dense or is_elsewhere:
         return None, None
-    room = given
+    room = expert_memory
     if room is None:  # computed as loading does after the dense parts
         free = max(0, plan.available_bytes - plan.sizes.total_dense_bytes)
         room = room_for_experts(free, plan.kv_cache_bytes)
     try:
-        slots = slots_over_disk(plan.sizes, room, is_given=given is not None)
+        slots = slots_over_disk(plan.sizes, room, is_given=expert_memory is not None)
     except CapacityError:  # not even room for the slots that layers share
-        if given is not None:
+        if expert_memory is not None:
             raise
         return None, None
     if not isinstance(plan.speed, SpeedForecast):

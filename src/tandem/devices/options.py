@@ -185,10 +185,10 @@ class OffloadOptions:
         defaults = {field.name: field.default for field in dataclasses.fields(OffloadOptions)}
         own = dataclasses.asdict(self)
         of_experts = [name for name in defaults if name not in followed]
-        given = [name for name in of_experts if own[name] != defaults[name]]
-        if given:
+        names = [name for name in of_experts if own[name] != defaults[name]]
+        if names:
             raise ConfigError(
-                f"{', '.join(given)}: only for experts, and {model} is a dense model, which has "
+                f"{', '.join(names)}: only for experts, and {model} is a dense model, which has "
                 "none; leave it out (dense_dtype packs linear layers)"
             )
 
@@ -238,17 +238,17 @@ def offload_options(flags: argparse.Namespace, also_of_cpu: Collection[str] = ()
     """
     options = from_flags(OffloadOptions, flags)
     of_a_device = ("gpu_memory", *OffloadOptions.rare)
-    given = [name for name in of_a_device if vars(flags).get(name) is not None]
-    if options.expert_memory_bytes is not None and "eviction" in given:
-        given.remove("eviction")  # host slots use it, too
-    given_of_device = [name for name in given if name not in also_of_cpu]
+    names = [name for name in of_a_device if vars(flags).get(name) is not None]
+    if options.expert_memory_bytes is not None and "eviction" in names:
+        names.remove("eviction")  # host slots use it, too
+    given_of_device = [name for name in names if name not in also_of_cpu]
     if options.device == "cpu" and given_of_device:
         raise ConfigError(
             f"{_flags(given_of_device)}: only for a device beside the CPU, and there is none "
             "(--device cpu); leave it out, or give --device cuda or emulated"
         )
     of_others = [
-        name for name in given if _OF_ONE_DEVICE.get(name, options.device) != options.device
+        name for name in names if _OF_ONE_DEVICE.get(name, options.device) != options.device
     ]
     if of_others:
         raise ConfigError(f"{_flags(of_others)}: not for --device {options.device}; leave it out")

@@ -59,8 +59,8 @@ class AttentionCall(NamedTuple):
         """The call's optional tensors by token, in the order that `OptionalTensors.of` expects."""
         compressed = None if self.compressed is None else self.compressed.key
         states = None if self.bias is None else self.bias.states
-        given = (compressed, states, self.token_sinks, self.selected)
-        return [x for x in given if x is not None]
+        optional = (compressed, states, self.token_sinks, self.selected)
+        return [x for x in optional if x is not None]
 
 
 class OptionalTensors(NamedTuple):
@@ -75,12 +75,12 @@ class OptionalTensors(NamedTuple):
     selected: Tensor | None
 
     @classmethod
-    def of(cls, attention: CachedAttention, given: Sequence[Tensor]) -> "OptionalTensors":
+    def of(cls, attention: CachedAttention, tensors: Sequence[Tensor]) -> "OptionalTensors":
         """Assign names to the tensors of `AttentionCall.optional_tensors`.
 
         The layer decides which tensors must be given; a selection may follow them.
         """
-        rest = iter(given)
+        rest = iter(tensors)
         compressed = None if attention.compressed is None else next(rest)
         states = next(rest) if attention.has_bias else None
         sinks = next(rest) if attention.has_token_sinks else None

@@ -229,10 +229,10 @@ class KvCache(SlotCache):
         *more: Tensor,
     ) -> Tensor:
         """Compute `attend` for a known layer; `more` are the call's `optional_tensors`."""
-        given, form = OptionalTensors.of(attention, more), attention.form
+        optional, form = OptionalTensors.of(attention, more), attention.form
         out = query.new_empty((query.shape[1], form.num_heads, form.value_dim))
         for _, some in pieces_of_step(self._segments, form.kept_window):
-            tokens, of = (self.threads, self.slots[some], self.positions[some]), given.part(some)
+            tokens, of = (self.threads, self.slots[some], self.positions[some]), optional.part(some)
             attention.append(*tokens, key[:, some], value[:, some], of.compressed)
             attention.attend(
                 *tokens, query[:, some], of.selected, of.bias_states, of.sinks, out[some]

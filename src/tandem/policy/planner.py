@@ -289,8 +289,8 @@ class Planner:
         for expert in split.fetch:
             key = first + expert
             copy = copies.pop(key, None)
-            if copy is None and (given := next(ring, None)) is not None:
-                copy = self.residency.copy_of(key, *given)
+            if copy is None and (ring_slot := next(ring, None)) is not None:
+                copy = self.residency.copy_of(key, *ring_slot)
             if copy is not None:
                 self.link.issue(key, ready)
                 fetch.append(copy)

@@ -301,9 +301,9 @@ def key_of(request: Request) -> bytes:
 
 def _deadline(request: Request) -> float | None:
     """Return how many seconds from now a client no longer needs an answer; None: unknown."""
-    given = request.headers.get(_DEADLINE)
+    deadline = request.headers.get(_DEADLINE)
     try:
-        seconds = None if given is None else float(given)
+        seconds = None if deadline is None else float(deadline)
     except ValueError:
         seconds = 0.0
     if seconds is not None and not 0 < seconds < math.inf:

@@ -102,8 +102,8 @@ class _Messages:
         answer = self.found[-1]
         if isinstance(item, CallItem | CustomCallItem):
             name = flat_name(item.name, item.namespace)
-            given = item.arguments if isinstance(item, CallItem) else as_arguments(item.input)
-            function = FunctionCall.model_construct(name=name, arguments=given)
+            arguments = item.arguments if isinstance(item, CallItem) else as_arguments(item.input)
+            function = FunctionCall.model_construct(name=name, arguments=arguments)
             call = ToolCall.model_construct(id=item.call_id, function=function)
             answer.tool_calls = [*(answer.tool_calls or ()), call]
         elif isinstance(item, ReasoningItem):

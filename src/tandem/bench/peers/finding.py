@@ -67,10 +67,10 @@ def _command(words: Sequence[str], path: str | None) -> tuple[str, ...]:
     `words` begin with a program file, a directory with llama-bench, or a program in PATH. Raises
     `ConfigError` if the program does not exist.
     """
-    given = Path(words[0]).expanduser()
-    given = given / _BENCH if given.is_dir() else given
+    chosen = Path(words[0]).expanduser()
+    chosen = chosen / _BENCH if chosen.is_dir() else chosen
     # A path is not looked up in PATH. It must be made absolute because `Path` drops a leading "./".
-    named = str(given.absolute() if os.sep in words[0] else given)
+    named = str(chosen.absolute() if os.sep in words[0] else chosen)
     program = shutil.which(named, path=path)
     if program is None:
         raise ConfigError(

@@ -113,9 +113,8 @@ class CapturedSteps:
     def finish(self, *, has_listeners: bool) -> None:
         """End a step whose layers have all been run or queued.
 
-        With `has_listeners`, `report` reports it later.
-
-        Reporting is a separate call, because it takes Python time in which the next step can run.
+        With `has_listeners`, `report` reports it later: a separate call, because it takes Python
+        time in which the next step can run.
         """
         assert self._num_tokens
         self.coordinator.finish_step(PATIENCE_SECONDS)
@@ -276,8 +275,8 @@ class CapturedSteps:
         return copies
 
     def _insert(self, key: int, slot: int, set_id: int) -> None:
-        given = self._cache.planner.residency.insert(key, set_id)
-        assert given == slot, f"the planner gives slot {given}, the coordinator {slot}"
+        own_slot = self._cache.planner.residency.insert(key, set_id)
+        assert own_slot == slot, f"the planner gives slot {own_slot}, the coordinator {slot}"
         self._changed[slot] = key
 
     def _event(

@@ -143,9 +143,9 @@ def look_ahead(
     if isinstance(routers, str):
         return routers
     shape = len(store), routers[0].hidden_size, model.device
-    given = Path(residuals_path) if residuals_path else calibrated_path(model, cache_path)
-    if residuals_path or given.is_file():
-        residuals = Residuals.load(given, model_identity(model), *shape)
+    path = Path(residuals_path) if residuals_path else calibrated_path(model, cache_path)
+    if residuals_path or path.is_file():
+        residuals = Residuals.load(path, model_identity(model), *shape)
     else:
         residuals = Residuals(*shape)
     return LookAhead(routers, residuals, sources)

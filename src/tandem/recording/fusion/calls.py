@@ -95,10 +95,10 @@ def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | Non
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (q, k, v, *more), (out,) = inputs, outputs
-        given = OptionalTensors.of(attention, more)
+        optional = OptionalTensors.of(attention, more)
         program.add_attention(
-            attention.native, slots, positions, q, k, v, given.selected, out, given.compressed,
-            given.bias_states, given.sinks,
+            attention.native, slots, positions, q, k, v, optional.selected, out,
+            optional.compressed, optional.bias_states, optional.sinks,
         )  # fmt: skip
 
     return _Call(NativeCall(add, cache.threads), refs)
