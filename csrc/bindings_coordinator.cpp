@@ -172,9 +172,9 @@ nb::list records_of(StepCoordinator& self) {
 nb::list take_decided(StepCoordinator& self) {
   nb::list found;
   for (const DecidedLayer& d : self.decisions().take_decided())
-    if (!d.arrivals.empty() || !d.ahead.empty() || !d.copies.empty() || d.asked > 0)
+    if (!d.arrivals.empty() || !d.ahead.empty() || !d.copies.empty() || d.num_needed > 0)
       found.append(nb::make_tuple(d.layer, d.now, as_tuples(d.arrivals), as_tuples(d.copies),
-                                  as_tuples(d.staged), d.asked, as_tuples(d.ahead)));
+                                  as_tuples(d.staged), d.num_needed, as_tuples(d.ahead)));
   return found;
 }
 

@@ -36,7 +36,7 @@ class DiskSlow : public DiskError {
 struct ExpertHold {
   std::int32_t layer = -1, expert = -1;
   const std::uint8_t* address = nullptr;
-  bool is_asked = false;  // the read was demanded
+  bool is_demanded = false;
 };
 
 // One use at a time. Between `begin` and `end`, an expert that was handed out stays in place until

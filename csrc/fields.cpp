@@ -115,16 +115,16 @@ std::int64_t number_bytes(ScaleKind kind) {
 bool write_line(const Rearrangement& work, const Numbers& numbers, std::int64_t block,
                 std::int64_t group, std::uint8_t* out) {
   const ScaleKind kind = encoding(work.format).scale;
-  const std::int64_t lanes = kind == ScaleKind::kFp32OfBlock ? 1 : kBlockRows;
+  const std::int64_t num_scales = kind == ScaleKind::kFp32OfBlock ? 1 : kBlockRows;
   const std::int64_t bytes = number_bytes(kind), first = block * kBlockRows;
   const bool is_there = group * work.fields.group < work.cols;
-  const std::int64_t count = is_there ? std::min(lanes, work.rows - first) : 0;
+  const std::int64_t count = is_there ? std::min(num_scales, work.rows - first) : 0;
   const std::uint8_t* at = numbers.at + first / work.fields.scale_rows * numbers.row_stride +
                            group / work.fields.repeats * numbers.group_stride;
   bool is_whole = true;
   for (std::int64_t r = 0; r < count; ++r)
     is_whole &= write_number(numbers.type, at + r * numbers.row_stride, kind, out + r * bytes);
-  std::memset(out + count * bytes, 0, static_cast<std::size_t>((lanes - count) * bytes));
+  std::memset(out + count * bytes, 0, static_cast<std::size_t>((num_scales - count) * bytes));
   return is_whole;
 }
 
@@ -137,8 +137,8 @@ bool write_field_scales(const Rearrangement& work, std::int64_t block, std::int6
     is_whole = write_factors(work, block, out);
     out += kRowFactorBytes;
   }
-  const std::int64_t lanes = e.scale == ScaleKind::kFp32OfBlock ? 1 : kBlockRows;
-  const std::int64_t line = lanes * number_bytes(e.scale);
+  const std::int64_t num_scales = e.scale == ScaleKind::kFp32OfBlock ? 1 : kBlockRows;
+  const std::int64_t line = num_scales * number_bytes(e.scale);
   for (std::int64_t g = 0; g < cols / f.group; ++g) {
     is_whole &= write_line(work, f.scales, block, g, out);
     out += line;

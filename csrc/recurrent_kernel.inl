@@ -170,7 +170,7 @@ struct BlockToken {
 // Decays and updates the state, and reads it for this token and for the next one's delta rule.
 template <DecayKind Kind, bool IsDelta, int Blocks>
 void step(float* state, std::int64_t rows, const BlockToken<Blocks>& of, BlockSums<Blocks>& result,
-          BlockSums<Blocks>& said) {
+          BlockSums<Blocks>& recalled) {
   constexpr int kVectors = Blocks * kBlockVectors;
   const BlockToken token = of;  // copies, also of the sums, which no store can alias
   Vector sums[2][kVectors] = {}, next[2][kVectors] = {};
@@ -204,16 +204,16 @@ void step(float* state, std::int64_t rows, const BlockToken<Blocks>& of, BlockSu
   for (int v = 0; v < kVectors; ++v) {
     result.even[v] = sums[0][v];
     result.odd[v] = sums[1][v];
-    said.even[v] = next[0][v];
-    said.odd[v] = next[1][v];
+    recalled.even[v] = next[0][v];
+    recalled.odd[v] = next[1][v];
   }
 }
 
-// Computes key S, adding in the same order as `step`.
+// Computes key S of the delta rule, adding in the same order as `step`.
 template <int Blocks>
-void ask(const float* state, std::int64_t rows, const float* key, BlockSums<Blocks>& said) {
+void recall(const float* state, std::int64_t rows, const float* key, BlockSums<Blocks>& recalled) {
   for (std::int64_t i = 0; i < rows; ++i) {
-    Vector(&sums)[Blocks * kBlockVectors] = i % 2 == 0 ? said.even : said.odd;
+    Vector(&sums)[Blocks * kBlockVectors] = i % 2 == 0 ? recalled.even : recalled.odd;
     for (int v = 0; v < Blocks * kBlockVectors; ++v)
       sums[v] += load(state + i * kStateBlock + vector_at(rows, v)) * key[i];
   }
@@ -222,7 +222,7 @@ void ask(const float* state, std::int64_t rows, const float* key, BlockSums<Bloc
 // The inputs of a token for the blocks of a head; the token may be new or repeated.
 struct TokenInputs {
   const float *query, *key, *kept;
-  const float* asked;  // the key for the delta rule
+  const float* delta_key;
   const float* decay;  // by pair
   const void *value, *rate;
   ValueType value_type, rate_type;
@@ -288,8 +288,8 @@ void recur_as(const Recurrence& call, const PreparedTokens& prepared, const Stat
   if (segment.is_beginning) std::fill_n(state, dim * kValues, 0.0f);
   float value[kValues] = {}, out[kValues], fading[kValues] = {};
   float drafted[kMostKeyDim * kValues];
-  BlockSums<Blocks> said;
-  if constexpr (IsDelta) ask(state, dim, inputs[0].asked, said);
+  BlockSums<Blocks> recalled;
+  if constexpr (IsDelta) recall(state, dim, inputs[0].delta_key, recalled);
   const std::int64_t last = segment.num_again + segment.count - 1;
   const std::int64_t first_draft = segment.num_again + segment.num_certain;
   for (std::int64_t i = 0; i <= last; ++i) {
@@ -299,7 +299,7 @@ void recur_as(const Recurrence& call, const PreparedTokens& prepared, const Stat
     }
     const TokenInputs now = inputs[i];
     BlockToken<Blocks> token{
-        now.query, now.key, inputs[std::min(i + 1, last)].asked, now.kept, nullptr, {}};
+        now.query, now.key, inputs[std::min(i + 1, last)].delta_key, now.kept, nullptr, {}};
     if constexpr (Kind == DecayKind::kByPair) {
       std::memcpy(fading, now.decay, width * sizeof(float));
       token.kept = fading;
@@ -311,12 +311,12 @@ void recur_as(const Recurrence& call, const PreparedTokens& prepared, const Stat
     for (int v = 0; v < kVectors; ++v) {
       Vector change = load(value + v * TANDEM_LANES);
       if constexpr (IsDelta)
-        change -= Kind == DecayKind::kByHead ? said.total(v) * token.kept[0] : said.total(v);
+        change -= Kind == DecayKind::kByHead ? recalled.total(v) * token.kept[0] : recalled.total(v);
       token.change[v] = change * rate;
     }
     BlockSums<Blocks> result;
-    said = {};
-    step<Kind, IsDelta, Blocks>(state, dim, token, result, said);
+    recalled = {};
+    step<Kind, IsDelta, Blocks>(state, dim, token, result, recalled);
     if (i < segment.num_again) continue;
     for (int v = 0; v < kVectors; ++v) store(out + v * TANDEM_LANES, result.total(v));
     if (call.skip)

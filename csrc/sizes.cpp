@@ -76,16 +76,17 @@ void require_numbers(const char* name, const Rearrangement& work, const Numbers&
   const ScaleKind kind = encoding(work.format).scale;
   require((size == 1) == (bytes_of(kind) == 1), std::string("the type of ") + name, size,
           "a type of the format's scales");
-  const Index lanes = kind == ScaleKind::kFp32OfBlock ? 1 : kBlockRows;
+  const Index num_scales = kind == ScaleKind::kFp32OfBlock ? 1 : kBlockRows;
   Index last_row = 0;  // of those that blocks read
   for (const Index block : {Index{0}, blocks_of(work.rows) - 1}) {
     const Index first = block * kBlockRows;
-    last_row = std::max(last_row, first / f.scale_rows + std::min(lanes, work.rows - first) - 1);
+    last_row =
+        std::max(last_row, first / f.scale_rows + std::min(num_scales, work.rows - first) - 1);
   }
-  // Blocks in the middle read all lanes, the last one perhaps only a few.
+  // Blocks in the middle read all scales, the last one perhaps only a few.
   if (work.rows > kBlockRows)
-    last_row = std::max(last_row,
-                        (blocks_of(work.rows) - 2) * kBlockRows / f.scale_rows + lanes - 1);
+    last_row =
+        std::max(last_row, (blocks_of(work.rows) - 2) * kBlockRows / f.scale_rows + num_scales - 1);
   const Index last_group = ((work.cols + f.group - 1) / f.group - 1) / f.repeats;
   require_parts(name, last_group + 1, numbers.group_stride, size, bytes);
   require_parts(name, last_row + 1, numbers.row_stride, last_group * numbers.group_stride + size,

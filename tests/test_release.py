@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_wheels import ROOT, commit, git, said
+from tests.test_wheels import ROOT, commit, error_of, git
 
 # Replaces Python: makes an environment whose tools write empty files and record their calls.
 PYTHON = """#!/bin/sh
@@ -65,7 +65,7 @@ def tags(clone: Path) -> str:
 def release(clone: Path, version: str = "1.2.3") -> str:
     """Return the error of a refused release; it leaves no tag."""
     before = tags(clone)
-    sentence = said(str(clone / "wheels/release.sh"), version)
+    sentence = error_of(str(clone / "wheels/release.sh"), version)
     assert tags(clone) == before
     return sentence
 

@@ -23,7 +23,7 @@ def test_lock_names_versions_alone() -> None:
 def test_lock_has_a_version_that_fits_of_every_dependency() -> None:
     locked = {canonicalize_name(name): version for name, version in LOCKED.items()}
     extras = PROJECT["optional-dependencies"]
-    asked = map(
+    requirements = map(
         Requirement,
         (
             PROJECT["dependencies"]
@@ -33,7 +33,7 @@ def test_lock_has_a_version_that_fits_of_every_dependency() -> None:
             + extras["server"]
         ),
     )
-    others = [one for one in asked if one.name != PROJECT["name"]]
+    others = [one for one in requirements if one.name != PROJECT["name"]]
     assert len(others) > 30
     wrong = [
         one for one in others if locked.get(canonicalize_name(one.name), "") not in one.specifier

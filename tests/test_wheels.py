@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def said(*command: str, **environment: str) -> str:
+def error_of(*command: str, **environment: str) -> str:
     """Return the one-sentence error of a refused command."""
     env = os.environ | environment
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
@@ -29,7 +29,7 @@ def test_a_python_that_does_not_run_is_named_with_those_that_do(
     pretended.write_text("#!/bin/sh\nexit 127\n")
     pretended.chmod(0o755)
     path = os.pathsep.join((str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]))
-    refused = said(str(ROOT / f"wheels/{script}.sh"), str(tmp_path), "python3.12", PATH=path)
+    refused = error_of(str(ROOT / f"wheels/{script}.sh"), str(tmp_path), "python3.12", PATH=path)
     assert refused.startswith("wheels: python3.12 does not run here as Python 3.11 or newer;")
     offered = re.search(r"these do: (.*); name one", refused)
     assert offered is not None
@@ -43,7 +43,7 @@ def test_a_python_without_headers_is_told_before_anything_is_built(tmp_path: Pat
     code = f'case $2 in *sysconfig*) echo {tmp_path}/include;; *) exec {sys.executable} "$@";; esac'
     pretended.write_text(f"#!/bin/sh\n{code}\n")
     pretended.chmod(0o755)
-    refused = said(str(ROOT / "wheels/build.sh"), str(tmp_path), str(pretended))
+    refused = error_of(str(ROOT / "wheels/build.sh"), str(tmp_path), str(pretended))
     assert f"has no {tmp_path}/include/Python.h" in refused
     assert "python3-dev" in refused
 
@@ -53,7 +53,7 @@ def test_a_package_that_cannot_be_had_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "pip.conf").write_text("[global]\nno-index = true\n")
     config = {name: "" for name in os.environ if name.startswith("PIP_")}
     config["PIP_CONFIG_FILE"] = str(tmp_path / "pip.conf")
-    refused = said(str(ROOT / "wheels/install.sh"), sys.prefix, "no-such-package>=3", **config)
+    refused = error_of(str(ROOT / "wheels/install.sh"), sys.prefix, "no-such-package>=3", **config)
     assert refused.startswith("wheels: pip could not install no-such-package>=3 (")
     assert "PIP_INDEX_URL" in refused
 
@@ -105,11 +105,13 @@ def test_a_commit_to_what_wheels_are_built_from_gets_a_wheel(clone: Path, file: 
 
 def test_changes_that_no_commit_has_are_not_taken_for_checked(clone: Path) -> None:
     (clone / "pyproject.toml").write_text("new")
-    assert "not committed" in said(str(clone / "wheels/commits.sh"), "HEAD")
+    assert "not committed" in error_of(str(clone / "wheels/commits.sh"), "HEAD")
 
 
 def test_an_unknown_commit_is_one_sentence(clone: Path) -> None:
-    assert "there is no commit nonsense here" in said(str(clone / "wheels/commits.sh"), "nonsense")
+    assert "there is no commit nonsense here" in error_of(
+        str(clone / "wheels/commits.sh"), "nonsense"
+    )
 
 
 def test_documents_install_the_version_that_is_built() -> None:

@@ -14,6 +14,7 @@ UNKNOWN = re.compile(
     # Names that are gone.
     r"|\blone[a-z]\w*|(?<![a-z])lone_\w+|\b_questions\b|\b(class|struct) places\b"
     r"|\bidle rows?\b|\baskew\b|\bknobody\b"
+    r"|\b(copies|copied|asked) ahead\b"
     r"|graph_rows|\b(predicting|asking|fetching)_rows|\bsteps? of ([a-z\d]+ )?rows"
     # Former names of `--prediction regression` and `--eviction next-use` stand in quotes, where
     # they are still accepted.

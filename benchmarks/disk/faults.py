@@ -121,15 +121,15 @@ def answers_of(
         [sys.executable, "-m", "benchmarks.disk.faults_worker", json.dumps(job)],
         stdout=subprocess.PIPE, text=True, preexec_fn=None if group is None else group.enter,
     )  # fmt: skip
-    said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(process, said), daemon=True).start()
+    lines_read: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(process, lines_read), daemon=True).start()
     lines: list[dict[str, Any]] = []
     alive = time.monotonic()
     while True:
         if lines:  # loading takes more than what is used so far
             schedule.advance(time.monotonic())
         with suppress(queue.Empty):
-            line = said.get(timeout=0.5)
+            line = lines_read.get(timeout=0.5)
             alive = time.monotonic()
             if line is None:
                 break
@@ -143,11 +143,11 @@ def answers_of(
     return lines, "" if code == 0 else f"ended with {code}"
 
 
-def _read(process: "subprocess.Popen[str]", said: "queue.SimpleQueue[str | None]") -> None:
+def _read(process: "subprocess.Popen[str]", lines_read: "queue.SimpleQueue[str | None]") -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        said.put(line)
-    said.put(None)
+        lines_read.put(line)
+    lines_read.put(None)
 
 
 def failures(lines: Lines, end: str, kills: int) -> list[str]:
@@ -161,19 +161,21 @@ def failures(lines: Lines, end: str, kills: int) -> list[str]:
         )
         if not is_allowed:
             found.append(f"{line['outcome']} while {line['fault']}: {line['said']}")
-    heard = {line["fault"] for line in lines if line["outcome"] == "sentence"}
-    unheard = {line["fault"] for line in lines if line["may_fail"]} - heard
-    return found + [f"no request has heard of: {fault}" for fault in sorted(unheard)]
+    reported = {line["fault"] for line in lines if line["outcome"] == "sentence"}
+    unreported = {line["fault"] for line in lines if line["may_fail"]} - reported
+    return found + [f"no request has heard of: {fault}" for fault in sorted(unreported)]
 
 
 def table(lines: Lines) -> list[str]:
     """Return a table row for each fault."""
-    rows = ["| fault | requests | right | a sentence | said |", "|---|---|---|---|---|"]
+    rows = ["| fault | requests | right | a sentence | message |", "|---|---|---|---|---|"]
     for fault in dict.fromkeys(line["fault"] for line in lines):
         own = [line for line in lines if line["fault"] == fault]
         counts = Counter(line["outcome"] for line in own)
-        said = next((line["said"] for line in own if line["said"]), "")
-        rows.append(f"| {fault} | {len(own)} | {counts['right']} | {counts['sentence']} | {said} |")
+        message = next((line["said"] for line in own if line["said"]), "")
+        rows.append(
+            f"| {fault} | {len(own)} | {counts['right']} | {counts['sentence']} | {message} |"
+        )
     return rows
 
 

@@ -60,13 +60,13 @@ def main() -> None:
             for is_there in (True, False):
                 with fault.apply() if is_there else contextlib.nullcontext():
                     for _ in range(_WITH_FAULT if is_there else _WITHOUT):
-                        outcome, said = _outcome(generator, number % len(_REQUESTS), expected)
+                        outcome, message = _outcome(generator, number % len(_REQUESTS), expected)
                         number += 1
                         line = {
                             "fault": fault.name if is_there else "none",
                             "may_fail": is_there and fault.may_fail,
                             "outcome": outcome,
-                            "said": said,
+                            "said": message,
                             "resident": _num_resident(native, job["layers"]),
                         }
                         print(json.dumps(line), flush=True)

@@ -176,9 +176,9 @@ def compare(claims: Sequence[Claim]) -> list[dict[str, Any]]:
             found = measured(claim, reports[claim.flags])
         except OSError as error:
             print(f"{claim.name}: {error}", file=sys.stderr, flush=True)
-        here, said = " / ".join(f"{ratio:.2f}" for ratio in found), verdict(claim, found)
-        print(f"{claim.name:<34} {claim.numbers:<26} {here:<26} {said}", flush=True)
-        rows.append({**asdict(claim), "measured": found, "verdict": said})
+        here, judgement = " / ".join(f"{ratio:.2f}" for ratio in found), verdict(claim, found)
+        print(f"{claim.name:<34} {claim.numbers:<26} {here:<26} {judgement}", flush=True)
+        rows.append({**asdict(claim), "measured": found, "verdict": judgement})
     return rows
 
 

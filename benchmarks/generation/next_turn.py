@@ -39,12 +39,12 @@ def main() -> None:
         return time.perf_counter() - start
 
     seconds(tokens(8))  # tries how the model is stepped
-    said = tokens(arguments.tokens)
-    first = seconds(said)
+    conversation = tokens(arguments.tokens)
+    first = seconds(conversation)
     print(f"all {arguments.tokens} tokens: {first:.2f} s", flush=True)
     for name, prompt in (
-        ("next turn", said + tokens(arguments.new)),
-        ("edited 100 tokens before its end", said[:-100] + tokens(arguments.new)),
+        ("next turn", conversation + tokens(arguments.new)),
+        ("edited 100 tokens before its end", conversation[:-100] + tokens(arguments.new)),
     ):
         again = seconds(prompt)
         print(f"{name}: {again:.2f} s, {again / first:.3f} of all", flush=True)

@@ -27,8 +27,8 @@ def run(tree: Path, prompt: str, num_tokens: int) -> dict[str, float]:
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
     seconds = time.perf_counter() - begin
-    said = json.loads(done.stdout.splitlines()[-1])
-    return {"seconds": seconds, **{name: said[name] for name in _NAMES[1:]}}
+    report = json.loads(done.stdout.splitlines()[-1])
+    return {"seconds": seconds, **{name: report[name] for name in _NAMES[1:]}}
 
 
 def main() -> int:
@@ -42,8 +42,8 @@ def main() -> int:
     rounds = []
     for number in range(options.rounds + 1):
         order = (0, 1) if number % 2 else (1, 0)  # who comes second is slower on some machines
-        said = {i: run(options.trees[i].absolute(), prompt, options.tokens) for i in order}
-        rounds.append((said[0], said[1]))
+        reports = {i: run(options.trees[i].absolute(), prompt, options.tokens) for i in order}
+        rounds.append((reports[0], reports[1]))
     del rounds[0]
     for name in _NAMES:
         old, new = ([pair[i][name] for pair in rounds] for i in (0, 1))

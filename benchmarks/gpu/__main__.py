@@ -198,9 +198,11 @@ def _print(cell: Cell, result: Result) -> None:
         + ("" if result.is_replaying else f" [not captured: {result.why_not}]")
     )
     step = result.lanes["step_seconds_while_profiled"]
-    for lane in ("cpu", "gpu", "link"):
-        share = min(1.0, result.lanes[f"{lane}_seconds"] / step) if step else 0.0
-        print(f"    {lane:4} {'#' * round(share * BAR_CHARACTERS):{BAR_CHARACTERS}} {share:4.0%}")
+    for processor in ("cpu", "gpu", "link"):
+        share = min(1.0, result.lanes[f"{processor}_seconds"] / step) if step else 0.0
+        print(
+            f"    {processor:4} {'#' * round(share * BAR_CHARACTERS):{BAR_CHARACTERS}} {share:4.0%}"
+        )
     sys.stdout.flush()
 
 

@@ -89,7 +89,7 @@ def measure(model: Any, executor: HybridExecutor, work: Work) -> Result:
         slots=executor.cache.num_slots,
         plan_microseconds=statistics.plan_seconds / max(1, statistics.calls) * 1e6,
         predicted_tokens_per_second=_predicted(prediction, work.new_tokens),
-        lanes=_lanes(pool, executor, work.batch),
+        lanes=_busy_seconds(pool, executor, work.batch),
     )
 
 
@@ -123,7 +123,7 @@ def _timed(work: Any) -> float:
     return time.perf_counter() - begin
 
 
-def _lanes(pool: CudaSlotPool, executor: HybridExecutor, batch: int) -> dict[str, float]:
+def _busy_seconds(pool: CudaSlotPool, executor: HybridExecutor, batch: int) -> dict[str, float]:
     """Return the busy seconds of GPU, link and CPU in a step, by profiler and CPU clock."""
     clock = executor.cache.clock
     cpu_before = clock.cpu_busy

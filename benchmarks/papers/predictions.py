@@ -61,20 +61,24 @@ def accuracies(replays: Replays, name: str, predictor: str, batch: int) -> list[
         return None
     print(f"{name}, batch {batch}: {predictor}", file=sys.stderr, flush=True)
     prediction = POLICIES.predictions.factory(predictor)(trace.meta.geometry)
-    reader, right, asked = LoadReader(trace), [0] * len(COUNTS), 0
+    reader, right, num_forecasts = LoadReader(trace), [0] * len(COUNTS), 0
     learned = min(LEARNED_TOKENS, replays.tokens // 2)
     for number, step in enumerate(replay_steps(trace, batch, 0)):
         prediction.begin_step(reader.token_ids(step))
         for load in reader.loads(step):
             forecast = prediction.predict(load.layer) if load.layer else None
             if forecast is not None and number * batch >= learned:
-                asked += 1
+                num_forecasts += 1
                 for place, k in enumerate(COUNTS):
                     right[place] += num_right(forecast, load, k)
             prediction.observe(load)
         if number * batch >= learned + min(JUDGED_TOKENS, replays.tokens):
             break
-    return [100 * r / (asked * k) for r, k in zip(right, COUNTS, strict=True)] if asked else None
+    return (
+        [100 * r / (num_forecasts * k) for r, k in zip(right, COUNTS, strict=True)]
+        if num_forecasts
+        else None
+    )
 
 
 def num_right(forecast: Forecast, load: LayerLoad, k: int) -> int:

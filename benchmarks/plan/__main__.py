@@ -54,12 +54,12 @@ def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Fou
             return found
         planned = again
     drop_from_page_cache(folder)
-    taken = job.do(limit, experts_bytes=free.experts, has_speed=has_speed)
+    taken = job.execute(limit, experts_bytes=free.experts, has_speed=has_speed)
     found.planned = asdict(planned)
     if limit is not None and not isinstance(taken, int) and _ran_against(planned, taken):
         # Mapped experts are dropped and read again if memory is short: a run without a limit shows
         # whether they all fit.
-        taken, limit = job.do(None, experts_bytes=free.experts, has_speed=False), None
+        taken, limit = job.execute(None, experts_bytes=free.experts, has_speed=False), None
     else:
         found.wrong += _of_memory(planned, taken)
     if isinstance(taken, int):
@@ -101,21 +101,21 @@ class Job:
 
     def write(self) -> int:
         """Write the model; return the exit code."""
-        said = self._run("write", self.configuration)
-        return said if isinstance(said, int) else 0
+        result = self._run("write", self.configuration)
+        return result if isinstance(result, int) else 0
 
     def plan(self, limit: int | None = None, *, experts_bytes: int = 0) -> Planned | int:
         """Plan it; without the experts' bytes, also without a device."""
         one = self.configuration
         own = one if experts_bytes else dataclasses.replace(one, device_share=None)
-        said = self._run("plan", own, limit, experts_bytes=experts_bytes)
-        return said if isinstance(said, int) else Planned(**said)
+        result = self._run("plan", own, limit, experts_bytes=experts_bytes)
+        return result if isinstance(result, int) else Planned(**result)
 
-    def do(self, limit: int | None, *, experts_bytes: int, has_speed: bool) -> Taken | int:
+    def execute(self, limit: int | None, *, experts_bytes: int, has_speed: bool) -> Taken | int:
         """Load it and fill its contexts."""
         more = {"experts_bytes": experts_bytes, "has_speed": has_speed}
-        said = self._run("do", self.configuration, limit, **more)
-        return said if isinstance(said, int) else Taken(**said)
+        result = self._run("execute", self.configuration, limit, **more)
+        return result if isinstance(result, int) else Taken(**result)
 
     def _run(
         self, step: str, configuration: Configuration, limit: int | None = None, **more: Any
@@ -130,8 +130,8 @@ class Job:
         if done.returncode:
             print(done.stderr.strip()[-400:], file=sys.stderr)
             return done.returncode
-        said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return said
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
 
 
 def main() -> None:

@@ -104,10 +104,10 @@ class Configuration:
         if self.is_narrow:
             values |= {name: _narrowed(values[name]) for name in _WIDTHS if name in values}
         if self.image_side:
-            return ModelShape(shape.model_type, values, _IMAGE_WHOLE, self._beside(values))
+            return ModelShape(shape.model_type, values, _IMAGE_WHOLE, self._image_values(values))
         return ModelShape(shape.model_type, values, shape.whole)
 
-    def _beside(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _image_values(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return a model's config values about images, outside its text model."""
         tower: dict[str, Any] = {
             "model_type": _IMAGE_WHOLE, "depth": _TOWER_LAYERS,

@@ -63,9 +63,9 @@ def differences(planned: Planned, taken: Taken) -> Iterator[Difference]:
     tolerances = dict.fromkeys(("experts", "dense", "draft"), TOLERANCE)
     tolerances["kept"] = _KEPT_TOLERANCE
     for part, tolerance in tolerances.items():
-        said, found = getattr(planned, part), getattr(taken, part)
-        if abs(said - found) > max(tolerance * found, _LEAST_BYTES):
-            yield Difference(part, said, found)
+        expected, found = getattr(planned, part), getattr(taken, part)
+        if abs(expected - found) > max(tolerance * found, _LEAST_BYTES):
+            yield Difference(part, expected, found)
     if planned.slots_over_disk != taken.slots_over_disk:
         yield Difference("slots", planned.slots_over_disk or 0, taken.slots_over_disk or 0)
     # If all experts are resident, a device has a slot or two more, for exchanges.

@@ -13,8 +13,8 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as `import tandem` sets it, here too late
 
-from benchmarks.plan.doing import do, plan, speed_ratio, write_model
 from benchmarks.plan.draws import Configuration
+from benchmarks.plan.steps import execute, plan, speed_ratio, write_model
 
 from tandem.core.errors import TandemError
 
@@ -24,11 +24,11 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     configuration, folder = Configuration(**job["configuration"]), Path(job["folder"])
     try:
-        said = _step(job, configuration, folder)
+        result = _step(job, configuration, folder)
     except TandemError as error:
         print(error, file=sys.stderr)
         os._exit(2)
-    print(json.dumps(said), flush=True)
+    print(json.dumps(result), flush=True)
     os._exit(0)  # without giving gigabytes back one by one
 
 
@@ -39,7 +39,7 @@ def _step(job: dict[str, Any], configuration: Configuration, folder: Path) -> di
         case "plan":
             return asdict(plan(configuration, folder, job["experts_bytes"]))
         case _:
-            taken = do(configuration, folder, job["experts_bytes"])
+            taken = execute(configuration, folder, job["experts_bytes"])
             if job["has_speed"] and configuration.device_share is None:
                 with TemporaryDirectory() as cache:
                     ratio = speed_ratio(configuration, folder, Path(cache))

@@ -8,7 +8,7 @@ cache begins with random experts. The columns are ratios of speeds, by tokens pe
 - the rule that the trial chose on typical routing (`tandem.sim.graph_trial`) over `ready-on-gpu`;
 - that rule with two experts prefetched per layer, predicted by `regression`, over the rule alone
   with equal slots; 1 if the trial did not choose prefetches;
-- the same with routers asked ahead, of whose answers one in six, at random, is wrong;
+- the same with look-ahead, of whose answers one in six, at random, is wrong;
 - the forecast of `tandem plan` and `tandem simulate` over the replay of the rule;
 - plans of `balanced`, which a graph cannot follow, charged with the graph's host costs.
 """
@@ -48,7 +48,7 @@ GOALS = {
     "asked, least": 0.995, "forecast, within": 0.02,
 }  # fmt: skip
 PLAIN = PlannerSettings()
-# Slots for copies ahead are set aside with and without them, as device `cuda` has them for prompts.
+# Slots for prefetches are set aside with and without them, as device `cuda` has them for prompts.
 SLOTS_AHEAD = PlannerSettings(
     prediction="regression", prefetch_count=2, must_prefetch=False, copies_prompts=True
 )
@@ -65,13 +65,13 @@ class Cell:
         model = shape_for(self._profile, trace.meta.model, geometry)
         self._shape: ShapeCosts = self._profile.charged(model, GRAPH)
         self._num_slots = round(share * geometry.num_layers * geometry.num_experts)
-        self._chosen, asked = (
+        self._chosen, look_ahead = (
             settled(
                 each, self._profile, self._shape, geometry, self._num_slots, tables=NATIVE_TABLES
             )
             for each in (SLOTS_AHEAD, dataclasses.replace(SLOTS_AHEAD, can_ask=True))
         )
-        self._asking_sizes = asked.asking_sizes
+        self._asking_sizes = look_ahead.asking_sizes
 
     def ratios(self, batch: int) -> dict[str, Any]:
         """Return the columns at a batch size, with the trial's rule."""
@@ -88,10 +88,17 @@ class Cell:
         size, ahead = capture_size(batch), 1.0
         if size in self._chosen.predicting_sizes:
             ahead = gain(SLOTS_AHEAD.with_predictions(CAPTURE_SIZES))
-        asked = ahead
+        looking_ahead = ahead
         if size in self._asking_sizes:
-            asked = gain(SLOTS_AHEAD.with_predictions((), CAPTURE_SIZES))
-        found = plain / fetching, plain / took, ahead, asked, took / forecast, plain / planned
+            looking_ahead = gain(SLOTS_AHEAD.with_predictions((), CAPTURE_SIZES))
+        found = (
+            plain / fetching,
+            plain / took,
+            ahead,
+            looking_ahead,
+            took / forecast,
+            plain / planned,
+        )
         return {"rule": rule} | dict(zip(COLUMNS, found, strict=True))
 
     def _run_seconds(self, rule: str, batch: int) -> float:

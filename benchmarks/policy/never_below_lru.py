@@ -147,8 +147,8 @@ def row(cells: list[Cell]) -> str:
 
 def main() -> int:
     """Print a row per trace and the gaps; the last line of output is one JSON object."""
-    wanted = tuple(sys.argv[1:]) or ("",)
-    traces = ((name, trace) for name, trace in all_traces() if name.startswith(wanted))
+    prefixes = tuple(sys.argv[1:]) or ("",)
+    traces = ((name, trace) for name, trace in all_traces() if name.startswith(prefixes))
     names, kept = zip(*traces, strict=True)
     cells: list[Cell] = []
     print(
@@ -159,7 +159,7 @@ def main() -> int:
             cells += found
             print(row(found), flush=True)
     gaps = {}
-    for name in (name for name in NAMES if name.startswith(wanted)):
+    for name in (name for name in NAMES if name.startswith(prefixes)):
         trace = odd_sequences(read_trace(ROOT / "data" / "traces" / f"{name}.npz"))
         gaps[f"{name}, whole"], gaps[f"{name}, cut"] = gap_closed(trace), gap_closed(cut(trace))
     for name, gap in gaps.items():

@@ -222,7 +222,7 @@ def summary_rows(found: Found) -> Rows:
 
     pairs = zip(found["ours against HybriMoE"], found["DALI against HybriMoE"], strict=True)
     over_dali = [ours / dali for ours, dali in pairs]
-    yield "| what | asked (moon) | measured: least .. most over the cells below | DALI here |"
+    yield "| what | goal (moon) | measured: least .. most over the cells below | DALI here |"
     yield "|---|---|---|---|"
     yield (
         "| plan time above the optimum of equations 3-9 | <= 2 % (0.5 %) "

@@ -112,7 +112,7 @@ NEGATIVE_RESULTS = """
 ## What did not work
 
 - Slots reserved for prefetched experts cost more hits than prefetch brings: up to -2 % speed on
-  gpt-oss-20b at two copies ahead. A prefetch now takes the slot of a resident that is less likely
+  gpt-oss-20b at two prefetches. A prefetch now takes the slot of a resident that is less likely
   to be used.
 - Prefetch gains little where the CPU computes misses: at most +0.8 % here. With staging slots
   it gained at most +1.8 %, and lost up to 2 % elsewhere. Slow links hardly ever prefetch.

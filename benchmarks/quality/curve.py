@@ -110,9 +110,9 @@ def _uniform(model: Path, importance: Path) -> Iterator[Case]:
             "dense_dtype": kind,
             "dense_formats": {"model.embed_tokens": kind},
         }
-        for given in (None, str(importance)):
-            own = formats | {"importance": given}
-            yield Case("tandem, uniform", kind, given is not None, None, str(model), own)
+        for importance_path in (None, str(importance)):
+            own = formats | {"importance": importance_path}
+            yield Case("tandem, uniform", kind, importance_path is not None, None, str(model), own)
 
 
 def _recipes(model: Path, importance: Path) -> Iterator[Case]:
@@ -138,16 +138,16 @@ def _llama_cpp(model: Path, importance: Path, scratch: Path, name: str | None) -
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     imatrix = imatrix_of(importance, config["num_hidden_layers"])
     for kind in TYPES:
-        for given in (None, imatrix):
-            if (given is None and kind in NEEDS_IMPORTANCE) or name not in (None, kind):
+        for importance_path in (None, imatrix):
+            if (importance_path is None and kind in NEEDS_IMPORTANCE) or name not in (None, kind):
                 continue
             target = scratch / f"{kind}.gguf"
-            if not quantise(source, target, kind, given):
+            if not quantise(source, target, kind, importance_path):
                 print(f"llama.cpp refuses {kind}")
                 continue
             size = sum(int(t.n_bytes) for t in gguf.GGUFReader(target).tensors)
             own = {"dense_dtype": "auto"}
-            yield Case("llama.cpp", kind, given is not None, size, str(target), own)
+            yield Case("llama.cpp", kind, importance_path is not None, size, str(target), own)
             target.unlink()
 
 

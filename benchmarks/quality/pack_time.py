@@ -69,8 +69,8 @@ def write_model(directory: Path, importance: Path, num_layers: int) -> None:
 def _in_turns(model: Path, importance: Path, name: str, rounds: int) -> dict[str, list[Taken]]:
     found: dict[str, list[Taken]] = {"without": [], "with": []}
     for _ in range(rounds):
-        for case, given in (("without", None), ("with", str(importance))):
-            found[case].append(_pack_once(model, given, name))
+        for case, importance_path in (("without", None), ("with", str(importance))):
+            found[case].append(_pack_once(model, importance_path, name))
     return found
 
 

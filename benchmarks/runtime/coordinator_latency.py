@@ -48,7 +48,7 @@ from tandem.policy.settings import FETCHING_RULE, PlannerSettings, make_planner
 PATIENCE = 20.0
 # Seconds of an expert for a fetching policy: it fetches one or two of six misses.
 CPU_SECONDS, COPY_SECONDS = 3e-4, 5e-4
-ASKED_SLOTS = 4  # that experts are fetched into for one use
+STAGING_SLOTS = 4  # that experts are fetched into for one use
 
 
 class Layer(NamedTuple):
@@ -153,11 +153,11 @@ class Hands:
         """Return the step's copies, and report to the policy those that it has not received."""
         if self._policy is None:
             return []
-        told = [arrival for layer in self.coordinator.take_decided() for arrival in layer[2]]
+        arrivals = [arrival for layer in self.coordinator.take_decided() for arrival in layer[2]]
         left = self.coordinator.take_arrivals()
         for arrival in left:
             self._policy.copy_finished(*arrival)
-        return told + left
+        return arrivals + left
 
 
 def memory_in_lines(num_bytes: int) -> torch.Tensor:
@@ -181,7 +181,7 @@ def planner_of(geometry: Geometry, share: float) -> Planner:
     planner = make_planner(
         settings, geometry, CostTable(costs), num_slots, resident=keys, tables=NATIVE_TABLES
     )
-    planner.ring.note_asked(ASKED_SLOTS)
+    planner.ring.note_needed(STAGING_SLOTS)
     planner.ring.begin_step(in_graph=True)
     return planner
 

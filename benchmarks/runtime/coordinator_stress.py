@@ -180,8 +180,8 @@ class Engine:
             outcome.lost_steps += 1
             return
         for layer, call in enumerate(step):
-            wanted = self._alone.execute(layer, call.hidden, call.chosen, call.weights, FUNCTIONS)
-            if not torch.equal(call.out, wanted):
+            expected = self._alone.execute(layer, call.hidden, call.chosen, call.weights, FUNCTIONS)
+            if not torch.equal(call.out, expected):
                 raise WrongError(f"layer {layer} differs from the CPU's")
         for record in machine.coordinator.records():
             outcome.hits += sum(record[2])

@@ -128,8 +128,8 @@ def running(command: list[str], port: int) -> Iterator[tuple[str, int]]:
             while not _answers(address):
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
-                    said = log.read().decode(errors="replace")[-2000:]
-                    sys.exit(f"{shlex.join(command)} does not answer:\n{said}")
+                    log_end = log.read().decode(errors="replace")[-2000:]
+                    sys.exit(f"{shlex.join(command)} does not answer:\n{log_end}")
                 time.sleep(0.5)
             yield address, process.pid
         finally:

@@ -71,13 +71,13 @@ def new_content(chance: random.Random, turn: int, messages: list[dict[str, Any]]
 
 def answer(content: list[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
     """Return the model's answer; four of five have a call, as an agent's model writes."""
-    said = [block for block in content if block["type"] == "text"]
+    text_blocks = [block for block in content if block["type"] == "text"]
     if turn % 5 != 4:
-        given = {"path": f"src/file_{turn}.py"}
-        said.append(
-            {"type": "tool_use", "id": f"toolu_{turn}", "name": "read_file", "input": given}
+        arguments = {"path": f"src/file_{turn}.py"}
+        text_blocks.append(
+            {"type": "tool_use", "id": f"toolu_{turn}", "name": "read_file", "input": arguments}
         )
-    return said or [{"type": "text", "text": "."}]
+    return text_blocks or [{"type": "text", "text": "."}]
 
 
 def main() -> None:

@@ -42,15 +42,15 @@ def measure(scheduler: Scheduler, num_streams: int, prompt_tokens: int) -> dict[
     before = gaps_of(scheduler, lambda numbers, gaps: len(gaps) == _STEPS_BEFORE)
     scheduler.add(request(_LONG, prompt_tokens, 1))
     begin = time.perf_counter()
-    beside = gaps_of(scheduler, lambda numbers, gaps: _LONG in numbers)
+    during = gaps_of(scheduler, lambda numbers, gaps: _LONG in numbers)
     seconds = time.perf_counter() - begin
     for number in range(num_streams):
         scheduler.cancel(number)
     return {
-        "rate_kept": len(beside) / sum(beside) * statistics.mean(before),
+        "rate_kept": len(during) / sum(during) * statistics.mean(before),
         "gap_before_seconds": statistics.median(before),
-        "gap_p95_seconds": sorted(beside)[int(0.95 * len(beside))],
-        "gap_longest_seconds": max(beside),
+        "gap_p95_seconds": sorted(during)[int(0.95 * len(during))],
+        "gap_longest_seconds": max(during),
         "prompt_seconds": seconds,
     }
 

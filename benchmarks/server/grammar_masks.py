@@ -60,16 +60,16 @@ def masks(
     """
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     chance, seconds = random.Random(2), list[float]()
-    given = tokenizer.tokenize_str(answer)
+    ids = tokenizer.tokenize_str(answer)
     end = time.perf_counter() + _SECONDS
-    while time.perf_counter() < end and len(seconds) < (len(given) or _STEPS):
+    while time.perf_counter() < end and len(seconds) < (len(ids) or _STEPS):
         begin = time.thread_time()
         mask = matcher.compute_bitmask()
         seconds.append(time.thread_time() - begin)
         if matcher.is_error() or matcher.is_stopped():
             break
         allowed = [n for n in range(256) if mask[n // 8] >> n % 8 & 1] or [256]
-        matcher.consume_token(given[len(seconds) - 1] if given else chance.choice(allowed))
+        matcher.consume_token(ids[len(seconds) - 1] if ids else chance.choice(allowed))
     return seconds[1:] or [0.0], matcher.is_error()
 
 

@@ -34,7 +34,7 @@ _NICENESS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Observed:
     """The observations of the normal client."""
 
     gaps: dict[float, float]
@@ -46,27 +46,27 @@ class Heard:
     failed: list[int]
 
 
-async def _listen(port: int, seconds: float) -> Heard:
-    heard = Heard({}, [], [], 0, [])
+async def _listen(port: int, seconds: float) -> Observed:
+    observed = Observed({}, [], [], 0, [])
     begin = time.monotonic()
     end = begin + seconds
-    asking = asyncio.ensure_future(_ask_health(port, heard.health))
+    asking = asyncio.ensure_future(_ask_health(port, observed.health))
     refused = 0
     body = {"messages": [{"role": "user", "content": "Tell a story."}], "stream": True,
             "max_tokens": _TOKENS, "ignore_eos": True}  # fmt: skip
     while time.monotonic() < end:
-        status = await _stream(port, json.dumps(body).encode(), heard, end)
+        status = await _stream(port, json.dumps(body).encode(), observed, end)
         if status == 429:
             refused += 1
             await asyncio.sleep(0.1)
         elif status >= 500 or status == 0:
-            heard.failed.append(status)
+            observed.failed.append(status)
     asking.cancel()
-    gaps = {now - begin: gap for now, gap in heard.gaps.items()}
-    return Heard(gaps, heard.first, heard.health, refused, heard.failed)
+    gaps = {now - begin: gap for now, gap in observed.gaps.items()}
+    return Observed(gaps, observed.first, observed.health, refused, observed.failed)
 
 
-async def _stream(port: int, body: bytes, heard: Heard, end: float) -> int:
+async def _stream(port: int, body: bytes, observed: Observed, end: float) -> int:
     began = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -79,9 +79,9 @@ async def _stream(port: int, body: bytes, heard: Heard, end: float) -> int:
             if b'"content":' in line and b'"content":""' not in line:
                 now = time.monotonic()
                 if latest is None:
-                    heard.first.append(now - began)
+                    observed.first.append(now - began)
                 else:
-                    heard.gaps[now] = now - latest
+                    observed.gaps[now] = now - latest
                 latest = now
             elif line.startswith(b"data: [DONE]"):
                 break
@@ -137,29 +137,29 @@ async def _attack_all(target: Target, process_id: int, options: argparse.Namespa
     return memory
 
 
-def _judge(heard: Heard, target: Target, memory: list[int]) -> list[str]:
+def _judge(observed: Observed, target: Target, memory: list[int]) -> list[str]:
     """Print the observations; return the bounds that were exceeded."""
     for what, count in sorted(target.statuses.items()):
         print(f"{count:7} {what}")
     early = memory[int(len(memory) * _WARM_UP) :]
     tenth = max(1, len(early) // 5)
     before, after = statistics.median(early[:tenth]), statistics.median(early[-tenth:])
-    longest = sorted(heard.gaps.items(), key=lambda gap: -gap[1])[:_GAPS]
-    gap, health = max(heard.gaps.values(), default=0.0), max(heard.health, default=0.0)
+    longest = sorted(observed.gaps.items(), key=lambda gap: -gap[1])[:_GAPS]
+    gap, health = max(observed.gaps.values(), default=0.0), max(observed.health, default=0.0)
     failed = sum(n for what, n in target.statuses.items() if what.split(": ")[1][0] == "5")
     found = {
         "longest_gap_seconds": round(gap, 3),
-        "median_gap_seconds": round(statistics.median(heard.gaps.values() or [0.0]), 4),
+        "median_gap_seconds": round(statistics.median(observed.gaps.values() or [0.0]), 4),
         "longest_gaps": [[round(at, 1), round(gap, 3)] for at, gap in longest],
-        "tokens": len(heard.gaps),
-        "longest_first_seconds": round(max(heard.first, default=0.0), 2),
-        "refused_streams": heard.refused,
+        "tokens": len(observed.gaps),
+        "longest_first_seconds": round(max(observed.first, default=0.0), 2),
+        "refused_streams": observed.refused,
         "longest_health_seconds": round(health, 3),
-        "failed": failed + len(heard.failed),
+        "failed": failed + len(observed.failed),
         "memory_before_mib": round(before / 2**20, 1),
         "memory_after_mib": round(after / 2**20, 1),
     }
-    problems = [f"a gap of {gap:.2f} s"] if gap >= _GAP_SECONDS or not heard.gaps else []
+    problems = [f"a gap of {gap:.2f} s"] if gap >= _GAP_SECONDS or not observed.gaps else []
     problems += [f"/health took {health:.2f} s"] if health >= _HEALTH_SECONDS else []
     problems += [f"{found['failed']} answers of 5xx"] if found["failed"] else []
     problems += [f"memory grew to {after / before:.3f}"] if after > _GROWTH * before else []
@@ -195,12 +195,12 @@ def main() -> int:
             target = Target(server.port, KEY)
             os.nice(_NICENESS)
             memory = asyncio.run(_attack_all(target, server.process.pid, options))
-            heard = ours.recv()
+            observed = ours.recv()
             honest.join()
             is_alive = server.process.poll() is None
             if options.log is not None:
                 options.log.write_text(server.log)
-    problems = _judge(heard, target, memory)
+    problems = _judge(observed, target, memory)
     return 1 if problems or not is_alive else 0
 
 

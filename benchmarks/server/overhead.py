@@ -56,7 +56,7 @@ class Turns:
     def __init__(self, server: RunningServer) -> None:
         """Find the engine process of a server as `paired` starts it."""
         self._server = server
-        self._results = Path(server.said["results"])
+        self._results = Path(server.ready_message["results"])
         self._engine_process = server.engine_process
         self.step_bytes: dict[str, float] = {}
 

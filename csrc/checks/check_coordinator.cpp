@@ -356,7 +356,7 @@ int main() {
   for (const char* kind : {"dies", "stalls", "is slow", "stops"})
     for (const bool has_policy : {false, true})
       if (!recovers(random, kind, has_policy)) {
-        std::printf("a thread that %s: the steps after it, or what was said, differ\n", kind);
+        std::printf("a thread that %s: the steps after it, or its message, differ\n", kind);
         return 1;
       }
   if (num_fetched < kSteps) {

@@ -126,9 +126,9 @@ bool agrees(Random& random, const std::string& isa) {
   const std::vector<float> into = read(out, type), own = read(weights, ValueType::kFp32);
   if (!is_near(into, wanted, type) || !is_near(own, wanted_weights, ValueType::kFp32)) return false;
   if (call.num_rounds == 0) return true;
-  Values behind(std::vector<float>(streams.numbers.size()), type);
+  Values mixed(std::vector<float>(streams.numbers.size()), type);
   engine.run(tandem::MixOut{call.num_tokens, n, call.dim, type, out.bytes.data(), call.weights,
-                            streams.bytes.data(), behind.bytes.data()});
+                            streams.bytes.data(), mixed.bytes.data()});
   std::vector<double> expected;
   for (Index t = 0; t < call.num_tokens; ++t) {
     const float* of_token = own.data() + t * n * (n + 1);
@@ -140,7 +140,7 @@ bool agrees(Random& random, const std::string& isa) {
         expected.push_back(sum);
       }
   }
-  return is_near(read(behind, type), expected, type);
+  return is_near(read(mixed, type), expected, type);
 }
 
 }  // namespace

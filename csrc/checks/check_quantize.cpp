@@ -39,10 +39,11 @@ bool int8_is_near(const Packed& packed, Index group, Index rows, Index cols, Ind
                   const std::vector<float>& weights) {
   for (Index row = 0; row < rows; ++row)
     for (Index col = 0; col < cols; ++col) {
-      const Index block = row / 16, lane = row % 16;
-      const Index code = packed.data[(block * width / 4 + col / 4) * 64 + 4 * lane + col % 4];
+      const Index block = row / 16, offset = row % 16;
+      const Index code = packed.data[(block * width / 4 + col / 4) * 64 + 4 * offset + col % 4];
       std::uint16_t bits;
-      std::memcpy(&bits, &packed.scales[((block * width / group + col / group) * 16 + lane) * 2], 2);
+      std::memcpy(&bits, &packed.scales[((block * width / group + col / group) * 16 + offset) * 2],
+                  2);
       const float scale = tandem::half_to_float(bits);
       const float value = static_cast<float>(code - 128) * scale;
       if (std::abs(value - weights[row * cols + col]) > 2.0f * std::abs(scale)) return false;

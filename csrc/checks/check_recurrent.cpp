@@ -173,14 +173,14 @@ struct Head {
   double advance(const tandem::Recurrence& r, const float* q, const float* k, double q_size,
                  double k_size, double value, double rate, double skip, Index j,
                  const std::vector<double>& kept) {
-    double said = 0, out = skip * value;
+    double recalled = 0, out = skip * value;
     for (Index i = 0; i < r.key_dim; ++i) {
       state[i * r.value_dim + j] *= kept[i];
-      said += state[i * r.value_dim + j] * k[i] / k_size;
+      recalled += state[i * r.value_dim + j] * k[i] / k_size;
     }
     for (Index i = 0; i < r.key_dim; ++i) {
       double& s = state[i * r.value_dim + j];
-      s += k[i] / k_size * rate * (r.is_delta ? value - said : value);
+      s += k[i] / k_size * rate * (r.is_delta ? value - recalled : value);
       out += s * q[i] / q_size * r.scale;
     }
     return out;

@@ -59,15 +59,15 @@ void Coordinator::answer(std::int64_t layer) {
   fetched_.clear();
   const bool has_misses = find_misses(layer, host.num_experts);
   guess_ = wait_for_guess(layer);
-  const bool is_asked =
-      host.source != nullptr && std::any_of(missed_.begin(), missed_.end(),
-                                            [](std::int32_t expert) { return expert >= 0; });
-  const SourceUse at_end(is_asked ? host.source : nullptr);
+  const bool reads_disk =
+      host.source != nullptr &&
+      std::any_of(missed_.begin(), missed_.end(), [](std::int32_t expert) { return expert >= 0; });
+  const SourceUse at_end(reads_disk ? host.source : nullptr);
   places_.clear();
-  if (is_asked) ask(host);
+  if (reads_disk) request_misses(host);
   std::span<const Fetch> fetches;
   if (has_misses) fetches = fetch(layer);
-  std::int64_t num_computed = is_asked ? compute_coming(host, fetches) : compute(host, fetches);
+  std::int64_t num_computed = reads_disk ? compute_coming(host, fetches) : compute(host, fetches);
   num_computed += settle(host, fetches);
   if (!fetches.empty() && is_lost_.load()) return;
   std::uint8_t taken = kTaken;
@@ -97,7 +97,7 @@ bool Coordinator::find_misses(std::int64_t layer, std::int64_t num_experts) {
   return has_misses;
 }
 
-// Returns the guessed choice of the next layer; empty if it was not asked for, or does not come
+// Returns the guessed choice of the next layer; empty if its router is not run ahead, or does not come
 // soon.
 std::span<const std::int32_t> Coordinator::wait_for_guess(std::int64_t layer) const {
   const bool has_next = layer + 1 < static_cast<std::int64_t>(layers_.size());
@@ -160,19 +160,20 @@ const std::uint8_t* Coordinator::address_of(const RoutedLayer& host, std::int32_
 
 // Requests a layer's misses from the source of experts on the disk, and notes which are in memory.
 // The caller ends the use.
-void Coordinator::ask(const RoutedLayer& host) {
-  asked_.clear();
+void Coordinator::request_misses(const RoutedLayer& host) {
+  requested_.clear();
   for (const std::int32_t expert : missed_)
-    if (expert >= 0) asked_.push_back(expert);
-  std::sort(asked_.begin(), asked_.end());
-  asked_.erase(std::unique(asked_.begin(), asked_.end()), asked_.end());
+    if (expert >= 0) requested_.push_back(expert);
+  std::sort(requested_.begin(), requested_.end());
+  requested_.erase(std::unique(requested_.begin(), requested_.end()), requested_.end());
   tokens_.clear();
-  for (const std::int32_t expert : asked_)
+  for (const std::int32_t expert : requested_)
     tokens_.push_back(static_cast<std::int32_t>(std::count(missed_.begin(), missed_.end(), expert)));
-  host.source->begin({host.number, asked_, tokens_, {}, box_->layout().num_rows, kDiskPatience});
-  for (const std::int32_t expert : asked_) places_.push_back({expert, Place::kOnDisk, nullptr});
+  host.source->begin(
+      {host.number, requested_, tokens_, {}, box_->layout().num_rows, kDiskPatience});
+  for (const std::int32_t expert : requested_) places_.push_back({expert, Place::kOnDisk, nullptr});
   for (const auto& [place, address, stays] : host.source->there())
-    places_[place] = {asked_[place], stays ? Place::kInSlot : Place::kPassing, address};
+    places_[place] = {requested_[place], stays ? Place::kInSlot : Place::kPassing, address};
 }
 
 // Computes the misses that are not fetched: first those in memory, then the others as they arrive.
@@ -189,7 +190,7 @@ std::int64_t Coordinator::compute_coming(const RoutedLayer& host, std::span<cons
     addresses_.assign(missed_.size(), nullptr);
     for (const auto& [place, address, stays] : arrived)
       for (std::size_t i = 0; i < missed_.size(); ++i)
-        if (missed_[i] == asked_[place]) addresses_[i] = address;
+        if (missed_[i] == requested_[place]) addresses_[i] = address;
     num_computed += compute_rows(host);
   }
   return num_computed;

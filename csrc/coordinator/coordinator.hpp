@@ -87,7 +87,7 @@ class LayerDecisions {
  public:
   virtual ~LayerDecisions() = default;
   virtual void begin_step() = 0;  // at the step's first doorbell
-  // Whether the next layer's choice is asked for.
+  // Whether the next layer's router is run ahead.
   virtual bool asks(std::int32_t) const { return false; }
   // Called before a layer with misses is answered; returns the misses to copy. Arguments: the
   // layer's choice, the next layer's guessed choice, and over a disk the places of the misses, in
@@ -155,7 +155,7 @@ class Coordinator {
   std::span<const std::int32_t> wait_for_guess(std::int64_t layer) const;
   std::span<const Fetch> fetch(std::int64_t layer);
   std::int64_t compute(const RoutedLayer& host, std::span<const Fetch> fetches);
-  void ask(const RoutedLayer& host);
+  void request_misses(const RoutedLayer& host);
   std::int64_t compute_coming(const RoutedLayer& host, std::span<const Fetch> fetches);
   const std::uint8_t* address_of(const RoutedLayer& host, std::int32_t expert) const;
   std::int64_t settle(const RoutedLayer& host, std::span<const Fetch> fetches);
@@ -179,7 +179,7 @@ class Coordinator {
   std::vector<std::int32_t> missed_;
   std::vector<const std::uint8_t*> addresses_;
   // Missed experts and their tokens, as requested from a source.
-  std::vector<std::int32_t> asked_, tokens_;
+  std::vector<std::int32_t> requested_, tokens_;
   std::vector<PlacedMiss> places_;  // their places; empty: memory has all experts
   std::vector<std::int32_t> fetched_;  // those that arrived in time
   std::span<const std::int32_t> guess_;  // of the next layer's choice

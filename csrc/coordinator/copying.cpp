@@ -278,10 +278,10 @@ void CopyingThread::wait_for(std::int64_t most_left) {
 // Slows the link down, so that a fast machine can stand in for another one.
 void CopyingThread::keep_pace(std::int64_t bytes, double begin) {
   if (bytes_per_second_ <= 0.0) return;
-  behind_ += static_cast<double>(bytes) / bytes_per_second_ - (steady_seconds() - begin);
-  if (behind_ < kShortestSleep) return;
-  std::this_thread::sleep_for(std::chrono::duration<double>(behind_));
-  behind_ = 0.0;
+  owed_seconds_ += static_cast<double>(bytes) / bytes_per_second_ - (steady_seconds() - begin);
+  if (owed_seconds_ < kShortestSleep) return;
+  std::this_thread::sleep_for(std::chrono::duration<double>(owed_seconds_));
+  owed_seconds_ = 0.0;
 }
 
 }  // namespace tandem

@@ -32,7 +32,7 @@
 //     -> the bytes, then the word becomes "landed" unless it was claimed. A staging slot gets no
 //        entry; if two copies go into one, the stream keeps them in order
 //
-// Copies ahead for later layers come next. They go into clear slots: the last copy is known to have
+// Prefetches for later layers come next. They go into clear slots: the last copy is known to have
 // happened, and the entry was cleared before this launch, or belonged to an expert of a layer that
 // this step has passed. If the device has ended the last launch, they may begin before the next one
 // (StepDecisions::expect). They get entries. A late one is a miss; its copy keeps the slot until it
@@ -153,7 +153,7 @@ class CopyingThread {
   FetchWords words_;
   std::vector<FetchWord> fetched_;  // of the last call
   std::vector<HeldExpert> holds_;  // likewise, before jobs take them
-  double behind_ = 0.0;  // seconds by which copies were too fast
+  double owed_seconds_ = 0.0;  // seconds by which copies were too fast
 
   std::mutex mutex_;  // guards the members below; held only for moments
   std::condition_variable changed_;

@@ -28,7 +28,7 @@
 //
 // These are flags and not counters, because operations of a captured graph contain constants.
 // Between steps all doorbells and errors are 0, and all blocks have been read. At any time after
-// the doorbell: guess -> guessed = 1. The host waits for it only briefly, and only copies ahead
+// the doorbell: guess -> guessed = 1. The host waits for it only briefly, and only prefetches
 // depend on it.
 #pragma once
 

@@ -77,7 +77,7 @@ DecidedLayer& StepDecisions::new_decided(std::int32_t layer, double now) {
   here.ahead.clear();
   here.copies.clear();
   here.staged.clear();
-  here.asked = 0;
+  here.num_needed = 0;
   copying_.take_arrivals(here.arrivals);
   for (const Arrival& arrival : here.arrivals)
     policy_->copy_finished(arrival.layer, arrival.expert, arrival.seconds);
@@ -101,7 +101,7 @@ void StepDecisions::decide(std::int64_t layer, std::span<const std::int32_t> cho
   here.copies.assign(copies_.entered.begin(), copies_.entered.end());
   for (const FetchCopy& found : copies_.fetch)
     if (found.is_staged) here.staged.push_back(found.copy);
-  here.asked = copies_.asked;
+  here.num_needed = copies_.num_needed;
 }
 
 // Counts tokens by active expert, in ascending order of experts.

@@ -1,6 +1,6 @@
 // The decisions about each layer of a captured step. Reports ended copies to the policy, lets it
 // decide, hands its copies to the copying thread, and lets it learn, all on the answering thread.
-// Fetches for the layer itself, and copies ahead for the next one, come before the answer;
+// Fetches for the layer itself, and prefetches for the next one, come before the answer;
 // everything else comes after it, while the device goes on. Without a policy the caller decides
 // between steps.
 #pragma once
@@ -22,10 +22,10 @@ struct DecidedLayer {
   double now;
   std::vector<Arrival> arrivals;
   std::vector<SlotCopy> ahead;  // for later layers
-  // Into slots of the cache: fetched, inserted, or copied ahead earlier.
+  // Into slots of the cache: fetched, inserted, or prefetched earlier.
   std::vector<SlotCopy> copies;
   std::vector<SlotCopy> staged;  // for one use
-  std::int64_t asked;  // staging slots that were needed
+  std::int64_t num_needed;  // staging slots that were needed
 };
 
 class StepDecisions : public LayerDecisions {
@@ -36,7 +36,7 @@ class StepDecisions : public LayerDecisions {
 
   void set_dense_seconds(double seconds) { dense_ = seconds; }  // per layer; set between steps
 
-  // Called by the launching thread before a launch and after Coordinator::begin_step. Copies ahead
+  // Called by the launching thread before a launch and after Coordinator::begin_step. Prefetches
   // for known loads begin at once, because nothing on the device reads a slot. `known` is in the
   // layers' order.
   void expect(std::vector<StepPolicy::KnownLoad> known);

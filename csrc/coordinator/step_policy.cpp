@@ -120,7 +120,7 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
   inserts_.clear();
   entered_.clear();
   left_.clear();
-  asked_ = 0;
+  num_needed_ = 0;
   if (has_every_expert_ || experts.empty()) return {};
   NextUseTable& table = *tables_[layer];
   table.note(experts, tokens, 1, experts, above_);
@@ -132,7 +132,7 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
   const std::uint8_t* states = states_of(layer);
   const bool has_misses = std::any_of(experts.begin(), experts.end(),
                                       [&](std::int32_t e) { return states[e] == kEmpty; });
-  const bool copies_ahead = predicts_ || knows_behind(layer);
+  const bool copies_ahead = predicts_ || knows_after(layer);
   if (!has_misses && !copies_ahead && resident_.ahead.empty()) return {};
   pose(states, experts, tokens, now);
   problem_.places = places;
@@ -156,7 +156,7 @@ StepCopies StepPolicy::decide(std::int32_t layer, const Load& load, const Load& 
     enter(layer, entries(slots_of(layer, experts, states, scores), staged, fetched, room));
   }
   place(layer, split.fetch, experts, now);
-  return {fetches_, ahead_, inserts_, entered_, left_, asked_};
+  return {fetches_, ahead_, inserts_, entered_, left_, num_needed_};
 }
 
 // An expert that an earlier step fetched and whose copy has not ended is also under way. The CPU
@@ -220,7 +220,7 @@ void StepPolicy::copy_known(const KnownLoad& known, double ready, double publish
   insert_ahead(known.layer, misses);
 }
 
-// Describes a coming layer for which the link is free at `ready`, after the copies ahead so far.
+// Describes a coming layer for which the link is free at `ready`, after the prefetches so far.
 ComingLayer StepPolicy::coming(std::int32_t layer, double ready, double published) {
   const std::int64_t first = layer * resident_.num_experts;
   late_.clear();
@@ -240,7 +240,7 @@ void StepPolicy::insert_ahead(std::int32_t layer, const Ids& experts) {
   }
 }
 
-// Gives slots to admitted experts. Those that were copied ahead keep their own slots.
+// Gives slots to admitted experts. Those that were prefetched keep their own slots.
 void StepPolicy::enter(std::int32_t layer, const Admitted& admitted) {
   for (const auto& [entering, victim] : admitted) {
     if (victim != kNone) resident_.remove(layer, victim);
@@ -264,10 +264,10 @@ void StepPolicy::place(std::int32_t layer, const Ids& fetched, const Ids& expert
     const auto at = std::find_if(inserts_.begin(), inserts_.end(),
                                  [&](const SlotCopy& copy) { return copy.expert == expert; });
     const bool is_staged = at == inserts_.end();
-    if (is_staged && asked_++ >= static_cast<std::int64_t>(resident_.staging.size())) continue;
+    if (is_staged && num_needed_++ >= static_cast<std::int64_t>(resident_.staging.size())) continue;
     const double cpu = problem_.cpu[i];
     if (is_staged) {
-      const SlotCopy copy{layer, expert, resident_.staging[asked_ - 1], kNone};
+      const SlotCopy copy{layer, expert, resident_.staging[num_needed_ - 1], kNone};
       fetches_.push_back(fetch_of(copy, true, now, cpu));
       staged_.push_back(layer * resident_.num_experts + expert);
     } else {

@@ -1,6 +1,6 @@
 // Keeps track of slots and the link while captured steps run, and asks the decider (csrc/decider)
 // about each layer: which misses are fetched for it, which get a slot for later, which experts they
-// replace, and which experts of later layers are copied ahead. Its decisions are equal, bit by bit,
+// replace, and which experts of later layers are prefetched. Its decisions are equal, bit by bit,
 // to those of tandem.policy.planner for a step in one graph with the eviction `next-use` and one
 // set of slots per layer. The reasons are explained there.
 #pragma once
@@ -33,7 +33,7 @@ struct Resident {
   std::vector<Ids> members;  // by layer: experts with a slot, in the order in which they got it
   std::vector<Ids> free;  // by layer: free slots, of which the last one is given first
   Ids staging{};  // slots for experts that are fetched for one use
-  // Keys of experts that were copied ahead, which are members of no layer; and clear slots for
+  // Keys of experts that were prefetched, which are members of no layer; and clear slots for
   // more.
   std::vector<std::int64_t> ahead{};
   Ids free_ahead{};
@@ -41,7 +41,7 @@ struct Resident {
   std::int32_t insert(std::int32_t layer, std::int32_t expert);  // returns the slot
   void remove(std::int32_t layer, std::int32_t expert);
   std::int32_t insert_ahead(std::int64_t key);                  // returns the slot
-  // Makes an expert that was copied ahead a member.
+  // Makes a prefetched expert a member.
   void adopt(std::int32_t layer, std::int32_t expert);
   std::vector<std::int64_t> release_ahead();  // removes those that are ready; returns their keys
   bool has_every_expert() const;
@@ -63,11 +63,11 @@ struct StepCopies {
   std::span<const FetchCopy> fetch;
   std::span<const SlotCopy> ahead;  // into clear slots, for later layers
   std::span<const SlotCopy> insert;  // for later steps
-  // Experts that got a slot, by a copy or with the slot of a copy ahead, in this order.
+  // Experts that got a slot, by a copy or with the slot of a prefetch, in this order.
   std::span<const SlotCopy> entered;
   // Keys of experts that lost their slot, which no copy overwrites yet.
   std::span<const std::int64_t> left;
-  std::int64_t asked = 0;  // staging slots that were needed
+  std::int64_t num_needed = 0;  // staging slots that were needed
 };
 
 class StepPolicy {
@@ -75,7 +75,7 @@ class StepPolicy {
   struct Limits {
     std::int64_t max_fetches = 0;  // per layer
     AheadLimits ahead;
-    int hint_factor = 1;  // for routers that are asked; see RegressionPredictor::hint
+    int hint_factor = 1;  // for routers run ahead; see RegressionPredictor::hint
   };
 
   // One table per layer. Tables and `predictor` must outlive this. Without a predictor nothing is
@@ -86,8 +86,8 @@ class StepPolicy {
   // Replaces the state; called between steps. `pending` are the keys of copies that have not ended,
   // of experts with a slot and of those fetched for one use.
   void load(Resident resident, double link_free_at, const std::vector<std::int64_t>& pending);
-  // Called between steps. `predicts`: experts of the next layer are copied ahead; `asks`: its
-  // router is asked for that.
+  // Called between steps. `predicts`: experts of the next layer are prefetched; `asks`: its
+  // router is run ahead for that.
   void set_rule(Rule rule, bool predicts = false, bool asks = false) {
     rule_ = rule;
     predicts_ = predicts && predictor_ != nullptr;
@@ -102,24 +102,24 @@ class StepPolicy {
     Load load;
   };
 
-  // `known` is in the layers' order. Returns the copies ahead for it that begin at once.
+  // `known` is in the layers' order. Returns its prefetches that begin at once.
   StepCopies begin_step(double dense_seconds, std::vector<KnownLoad> known = {}, double now = 0.0);
 
-  // Returns the keys of experts that were copied ahead and leave. Their slots are clear when their
+  // Returns the keys of experts that were prefetched and leave. Their slots are clear when their
   // entries are cleared.
   std::vector<std::int64_t> end_step() { return resident_.release_ahead(); }
 
   // Whether a layer is decided before its answer, because something may be copied for it or ahead.
   bool decides_first(std::int32_t layer) const {
-    return !has_every_expert_ && (fetches() || predicts_ || knows_behind(layer));
+    return !has_every_expert_ && (fetches() || predicts_ || knows_after(layer));
   }
-  // Whether the next layer's router is asked; not if its choice is known.
+  // Whether the next layer's router is run ahead; not if its choice is known.
   bool asks(std::int32_t layer) const {
     const auto is_next = [&](const KnownLoad& known) { return known.layer == layer + 1; };
     return asks_ && !has_every_expert_ && std::none_of(known_.begin(), known_.end(), is_next);
   }
   // Whether the load of a later layer is known.
-  bool knows_behind(std::int32_t layer) const {
+  bool knows_after(std::int32_t layer) const {
     return !known_.empty() && known_.back().layer > layer;
   }
 
@@ -165,7 +165,7 @@ class StepPolicy {
   std::vector<SlotCopy> ahead_, inserts_, entered_;
   std::vector<std::int64_t> left_;
   std::vector<KnownLoad> known_;  // of the current step
-  std::int64_t asked_ = 0;
+  std::int64_t num_needed_ = 0;
   std::vector<std::int64_t> staged_;  // keys of copies for one use that have not ended
   Ids late_;  // those of `staged_` that belong to a coming layer
   std::vector<std::uint8_t> states_;  // of a layer with such keys

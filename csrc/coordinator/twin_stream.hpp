@@ -41,7 +41,7 @@ class TwinStream {
   // Runs one layer in the caller's thread; returns when its results are combined.
   void run(const TwinCall& call);
 
-  // The guessed choice of the next layer, by layer, (num_rows, top_k) each; empty: not asked.
+  // The guessed choice of the next layer, by layer, (num_rows, top_k) each; empty: none.
   void set_guesses(std::vector<std::vector<std::int32_t>> guesses) {
     guesses_ = std::move(guesses);
   }

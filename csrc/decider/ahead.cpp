@@ -19,7 +19,7 @@ double cpu_seconds_of(const Costs& costs, const Load& load, std::int32_t expert)
   return seconds_of(costs.cpu, load.tokens[at - load.experts.begin()]);
 }
 
-// If the layer's router has been asked, a copy may end after the layer begins, provided the CPU
+// If the layer's router was run ahead, a copy may end after the layer begins, provided the CPU
 // would take even longer.
 std::int64_t copies_in_time(const RegressionPredictor& predictor, const Costs& costs,
                             const ComingLayer& coming) {

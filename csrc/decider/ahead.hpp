@@ -1,4 +1,4 @@
-// Chooses the experts of later layers that are copied ahead, and those that they replace, in
+// Chooses the experts of later layers that are prefetched, and those that they replace, in
 // planned and in captured steps. Decisions equal those of tandem.policy.ahead bit by bit; the
 // reasons are explained there.
 #pragma once
@@ -27,7 +27,7 @@ struct ComingLayer {
 };
 
 struct AheadLimits {
-  std::int64_t most = 0;  // limit of predicted copies ahead for one layer
+  std::int64_t most = 0;  // limit of predicted prefetches for one layer
   double copy_price = 0.0;  // seconds that one copy costs CPU and device
 };
 
@@ -38,7 +38,7 @@ std::int64_t whole_copies(double link, double seconds);
 Ids expected_ahead(RegressionPredictor& predictor, const Costs& costs, const AheadLimits& limits,
                    const ComingLayer& coming);
 
-// How often chances for copies ahead came lately; same as tandem.policy.prefetch.Recurrence.
+// How often chances for prefetches came lately; same as tandem.policy.prefetch.Recurrence.
 struct CopyChances {
   std::int64_t level;
 
@@ -55,7 +55,7 @@ Admitted over_residents(const Forecast& forecast, const Costs& costs, const Ahea
 Ids known_misses(const Costs& costs, const AheadLimits& limits, const Load& load,
                  const ComingLayer& coming);
 
-// How many of a known layer's misses are copied ahead: as many as arrive in time; in a planned step
+// How many of a known layer's misses are prefetched: as many as arrive in time; in a planned step
 // also those whose copy begins in time and ends before the CPU would have computed them.
 std::size_t num_in_time(const Costs& costs, const Load& load, const Ids& misses,
                         const ComingLayer& coming);

@@ -80,8 +80,8 @@ struct Read {
   AsRead on_cpu;
   double gpu_seconds = 0.0;
   // Time from the end of other copies until the last is done, if reads are early.
-  double behind_link = -kForever;
-  double behind_reads = -kForever;  // when the last is done, if there are no other copies
+  double after_link = -kForever;
+  double after_reads = -kForever;  // when the last is done, if there are no other copies
 
   Read(const LayerProblem& problem, std::span<const std::int32_t> on_disk, std::size_t num_fetched,
        double link)
@@ -96,8 +96,8 @@ struct Read {
       end += problem.read;
       copied += link;
       arrived = std::max(arrived, end) + link;
-      behind_link = std::max(behind_link, copied) + seconds;
-      behind_reads = std::max(behind_reads, arrived) + seconds;
+      after_link = std::max(after_link, copied) + seconds;
+      after_reads = std::max(after_reads, arrived) + seconds;
       gpu_seconds += seconds;
     }
   }
@@ -106,7 +106,7 @@ struct Read {
   // `done`.
   double copied(const LayerProblem& problem, double link, std::size_t others, double done) const {
     const double busy = problem.link_busy + static_cast<double>(others) * link;
-    return std::max({done + gpu_seconds, busy + behind_link, behind_reads});
+    return std::max({done + gpu_seconds, busy + after_link, after_reads});
   }
 };
 

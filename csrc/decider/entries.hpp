@@ -38,7 +38,7 @@ Ids by_score(Ids experts, const std::uint32_t* scores);
 
 // Active experts that are absent ask for a slot, best first, while the link has `room` for their
 // copies. Those that are copied anyway always ask: `fetched` ones, and active ones in `staged`,
-// which were copied ahead.
+// which were prefetched.
 Admitted entries(const LayerSlots& layer, const Ids& staged, const Ids& fetched, std::int64_t room);
 
 // Pairs experts that ask for a slot with those that leave; same as tandem.policy.admission.

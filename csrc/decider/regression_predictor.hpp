@@ -59,7 +59,7 @@ class RegressionPredictor {
   void require(std::int32_t layer) const { tables_.require(layer); }
 
   void begin_step(const std::vector<std::int64_t>& tokens);  // none: unknown
-  // Takes the choice of a router that was asked ahead for a coming layer. `factor` is its source's
+  // Takes the choice of a router that was run ahead for a coming layer. `factor` is its source's
   // weight in the level: 1 or 3.
   void hint(std::int32_t layer, const Ids& experts, const Ids& tokens, int factor);
   bool is_hinted(std::int32_t layer) const { return !levels_.at(layer).empty(); }

@@ -44,7 +44,7 @@ bool HostSlots::hand_out(std::size_t most, const IsOfKind& is_of_kind) {
     if (arrived_.size() == most) break;
     if (one.slot == nullptr || !one.slot->read.has_ended() || !is_of_kind(*one.slot)) continue;
     if (one.slot->read.state == DiskRead::State::kFailed) {
-      require_read(*one.slot, layer_, one.is_asked);
+      require_read(*one.slot, layer_, one.is_demanded);
       continue;
     }
     one.is_handed_out = true;
@@ -113,9 +113,9 @@ void HostSlots::give_up(std::int32_t layer) const {
 
 // After a failed read: throws if the waiting use has requested it. A read that was made ahead, or
 // for an earlier request that failed, is requested again.
-void HostSlots::require_read(Slot& slot, std::int32_t layer, bool& is_asked) {
-  if (is_asked) throw DiskError(slot.read.why());
-  is_asked = true;
+void HostSlots::require_read(Slot& slot, std::int32_t layer, bool& is_demanded) {
+  if (is_demanded) throw DiskError(slot.read.why());
+  is_demanded = true;
   read_into(slot, layer, slot.expert, Cause::kDemand);
 }
 

@@ -41,17 +41,17 @@ HostSlots::Slot* HostSlots::free_room(bool waits) {
 ExpertHold HostSlots::try_hold(std::int32_t layer, std::int32_t expert, bool waits) {
   settle(layer);
   Slot* slot = slot_to_hold(layer, expert);
-  const bool is_asked = slot == nullptr;
-  if (is_asked) {
+  const bool is_demanded = slot == nullptr;
+  if (is_demanded) {
     slot = free_room(waits);
     if (slot == nullptr) return {};
     read_into(*slot, layer, expert, waits ? Cause::kDemand : Cause::kAhead);
   }
-  ++(is_asked ? counts_.device_misses : counts_.device_hits);
+  ++(is_demanded ? counts_.device_misses : counts_.device_hits);
   ++slot->num_holders;
   // A held expert must not be evicted.
   if (is_resident(*slot)) resident_.state[layer * resident_.num_experts + expert] = kCopying;
-  return {layer, expert, slot->read.data(), is_asked};
+  return {layer, expert, slot->read.data(), is_demanded};
 }
 
 ExpertHold HostSlots::hold(std::int32_t layer, std::int32_t expert, bool waits) {
@@ -86,7 +86,7 @@ void HostSlots::wait_for(ExpertHold& hold) {
   while (true) {
     const std::uint32_t seen = readers_.ended();
     if (slot.read.state == DiskRead::State::kDone) return;
-    if (slot.read.has_ended()) require_read(slot, hold.layer, hold.is_asked);
+    if (slot.read.has_ended()) require_read(slot, hold.layer, hold.is_demanded);
     lock.unlock();
     if (!arrives(seen, last)) give_up(hold.layer);
     lock.lock();

@@ -212,8 +212,8 @@ void HostSlots::admit_absent(const Scores& scores, Ids absent) {
     if (wanted.slot != nullptr && (!has_one_size_ || wanted.slot->num_holders > 0)) continue;
     if (victim != kNone) resident_.remove(layer_, victim);
     Slot& slot = slots_[layer_][resident_.insert(layer_, entering)];
-    wanted.is_asked = wanted.slot == nullptr;
-    if (wanted.is_asked)
+    wanted.is_demanded = wanted.slot == nullptr;
+    if (wanted.is_demanded)
       read_into(slot, layer_, entering, Cause::kDemand);
     else
       slot.trade(*wanted.slot);
@@ -283,7 +283,7 @@ void HostSlots::use_transit_slots() {
     Slot* slot = free_transit();
     if (slot == nullptr) return;
     wanted_[i].slot = slot;
-    wanted_[i].is_asked = true;
+    wanted_[i].is_demanded = true;
     read_into(*slot, layer_, experts_[i], Cause::kDemand);
   }
   const std::int32_t next = layer_ + 1;

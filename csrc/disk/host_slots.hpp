@@ -1,6 +1,6 @@
 // The experts of a model that is larger than memory. Each layer has slots in memory; all other
 // experts are read from the disk on demand. It is a cache like the GPU's, with the same eviction,
-// except that every active expert must be brought into memory. Experts that eviction does not
+// except that every active expert must be read into memory. Experts that eviction does not
 // admit, and those that do not fit at once, pass through transit slots that all layers share.
 #pragma once
 
@@ -124,7 +124,7 @@ class HostSlots final : public ExpertSource {
   struct Wanted {
     Slot* slot = nullptr;  // null: waiting for a transit slot
     bool is_handed_out = false, is_done = false;
-    bool is_asked = false;  // by this use; a failed read that another use requested is repeated
+    bool is_demanded = false;  // by this use; a failed read that another use requested is repeated
   };
 
   std::unique_lock<std::mutex> locked() const;
@@ -135,7 +135,7 @@ class HostSlots final : public ExpertSource {
   Slot* free_room(bool waits);
   Slot& slot_of(const ExpertHold& hold);
   static void leave(Slot& slot);
-  void require_read(Slot& slot, std::int32_t layer, bool& is_asked);
+  void require_read(Slot& slot, std::int32_t layer, bool& is_demanded);
   using Moment = std::chrono::steady_clock::time_point;
   Moment end_of(double patience) const;
   bool arrives(std::uint32_t seen, Moment last);

@@ -163,7 +163,7 @@ void ReaderPool::close() {
     demanded_.clear();
     ahead_.clear();
   }
-  is_asked_.notify_all();
+  has_request_.notify_all();
   for (std::thread& reader : readers_) reader.join();
 }
 
@@ -179,7 +179,7 @@ void ReaderPool::ask(DiskRead& read, bool is_demand) {
     for (std::int64_t at = 0; at < read.bytes; at += piece_bytes_)
       queue.push_back({&read, at, std::min(piece_bytes_, read.bytes - at)});
   }
-  count > 1 ? is_asked_.notify_all() : is_asked_.notify_one();
+  count > 1 ? has_request_.notify_all() : has_request_.notify_one();
 }
 
 void ReaderPool::demand(DiskRead& read) {
@@ -211,7 +211,7 @@ void ReaderPool::work() {
     Piece piece{};
     {
       std::unique_lock lock(mutex_);
-      is_asked_.wait(lock, [&] { return is_closing_ || !demanded_.empty() || !ahead_.empty(); });
+      has_request_.wait(lock, [&] { return is_closing_ || !demanded_.empty() || !ahead_.empty(); });
       if (is_closing_) return;
       std::deque<Piece>& queue = demanded_.empty() ? ahead_ : demanded_;
       piece = queue.front();

@@ -123,7 +123,7 @@ class ReaderPool {
   const std::int64_t piece_bytes_;
   const std::function<void()> filled_;
   std::mutex mutex_;  // guards the queues
-  std::condition_variable is_asked_;
+  std::condition_variable has_request_;
   std::deque<Piece> demanded_, ahead_;
   bool is_closing_ = false;
   std::mutex ended_mutex_;

@@ -90,7 +90,7 @@ void RowTables::read(std::size_t table, std::span<const std::int64_t> rows, std:
 // Reads the rows at some positions, as many at a time as there are slots.
 void RowTables::read_each(const OpenTable& of, std::span<const std::int64_t> rows,
                           std::span<const std::size_t> places, std::uint8_t* to) {
-  std::size_t num_asked = 0, num_come = 0;
+  std::size_t num_requested = 0, num_come = 0;
   try {
     while (num_come < places.size()) {
       const std::uint32_t seen = readers_->ended();
@@ -104,8 +104,8 @@ void RowTables::read_each(const OpenTable& of, std::span<const std::int64_t> row
           ++num_come;
           has_moved = true;
         }
-        if (num_asked < places.size()) {
-          const std::size_t place = places[num_asked++];
+        if (num_requested < places.size()) {
+          const std::size_t place = places[num_requested++];
           ask(slot, of, rows[place], to + place * of.row_bytes);
           has_moved = true;
         }

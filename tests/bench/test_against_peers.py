@@ -24,20 +24,20 @@ def program(folder: Path, script: str) -> Path:
     return path
 
 
-def test_a_rival_is_asked_as_llama_bench_is(tmp_path: Path) -> None:
+def test_a_rival_runs_with_the_arguments_of_llama_bench(tmp_path: Path) -> None:
     # Prints its arguments like a prompt's speed, and no depth if none is requested.
     rows = (
         '[{"n_prompt": 512, "n_gen": 0, "avg_ts": 100.5}, '
         '{"n_prompt": 0, "n_gen": 32, "avg_ts": 10.25}]'
     )
-    script = f"echo \"$@\" > {tmp_path}/asked; echo '{rows}'"
+    script = f"echo \"$@\" > {tmp_path}/arguments; echo '{rows}'"
     name, make = rival(f"fork={program(tmp_path, script)} -rtr 1")
     assert name == "fork"
     assert make(SETTING).measure(0) == Speeds(100.5, 10.25, 0.0, 0.0)
-    asked = "-rtr 1 -m model.gguf -t 2 -r 1 -p 512 -n 32 -o json"
-    assert (tmp_path / "asked").read_text().strip() == asked
+    expected = "-rtr 1 -m model.gguf -t 2 -r 1 -p 512 -n 32 -o json"
+    assert (tmp_path / "arguments").read_text().strip() == expected
     make(SETTING).measure(4096)
-    assert (tmp_path / "asked").read_text().strip() == f"{asked} -d 4096"
+    assert (tmp_path / "arguments").read_text().strip() == f"{expected} -d 4096"
 
 
 def test_a_rival_that_fails_is_an_error_that_says_why(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_ratios_are_medians_of_turns_next_to_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "isa"),
+    ("system_info", "isa"),
     [
         ("CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 1 | AMX_INT8 = 1 | OPENMP = 1 | ", "AVX512"),
         ("CPU : SSE3 = 1 | AVX = 1 | AVX2 = 1 | AVX512 = 0 | ", "AVX2"),
@@ -73,5 +73,5 @@ def test_ratios_are_medians_of_turns_next_to_each_other() -> None:
         ("CPU : NEON = 1 | ", "no vectors"),
     ],
 )
-def test_what_llama_cpp_was_compiled_for_is_named(told: str, isa: str) -> None:
-    assert widest_isa(told) == isa
+def test_what_llama_cpp_was_compiled_for_is_named(system_info: str, isa: str) -> None:
+    assert widest_isa(system_info) == isa

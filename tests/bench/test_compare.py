@@ -92,7 +92,7 @@ def test_first_choices_count_where_the_others_two_best_are_apart() -> None:
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(compare, "_makers", lambda: (Steady, Slow))
     monkeypatch.setattr(compare, "_text_ids", lambda found, count: list(range(count)))
-    monkeypatch.setattr(finding, "find_peer", lambda wanted: Peer("other", (), has_library=True))
+    monkeypatch.setattr(finding, "find_peer", lambda command: Peer("other", (), has_library=True))
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     return path
@@ -119,16 +119,18 @@ def test_a_program_is_timed_and_the_library_says_what_it_would_choose(
 ) -> None:
     rows = [{"n_prompt": 9, "n_gen": 0, "avg_ts": 25.0}, {"n_prompt": 0, "n_gen": 4, "avg_ts": 5.0}]
     script = program(file.parent, "llama-bench")
-    script.write_text(f"#!/bin/sh\necho \"$@\" > {file.parent}/asked\necho '{json.dumps(rows)}'\n")
+    script.write_text(
+        f"#!/bin/sh\necho \"$@\" > {file.parent}/arguments\necho '{json.dumps(rows)}'\n"
+    )
     peer = Peer("fork", (str(script), "-rtr", "1"), has_library=True)
-    monkeypatch.setattr(finding, "find_peer", lambda wanted: peer)
+    monkeypatch.setattr(finding, "find_peer", lambda command: peer)
     words = ["compare", str(file), "-q", "--rounds", "1", "--tokens", "9", "--threads", "2"]
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "| fork | 0 | 25.0, 5.0 | 4.00, 2.00 |  |" in shown
     assert "agree after 8 of 9 tokens" in shown
-    assert (file.parent / "asked").read_text().startswith("-rtr 1 -ngl 0 -m ")
-    monkeypatch.setattr(finding, "find_peer", lambda wanted: replace(peer, has_library=False))
+    assert (file.parent / "arguments").read_text().startswith("-rtr 1 -ngl 0 -m ")
+    monkeypatch.setattr(finding, "find_peer", lambda command: replace(peer, has_library=False))
     assert main(words) == 0
     assert "pip install llama-cpp-python" in capsys.readouterr().out
 

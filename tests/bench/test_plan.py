@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.plan.doing import do, plan, write_model
 from benchmarks.plan.draws import Configuration, draw
 from benchmarks.plan.found import Found, KeptFinds, figures
+from benchmarks.plan.steps import execute, plan, write_model
 from benchmarks.plan.verdict import Planned, Taken, differences, memory_ratio
 
 NARROW = draw(2, 12, is_narrow=True)
@@ -24,7 +24,7 @@ def test_a_load_takes_what_the_plan_says(
     if configuration.device_share or configuration.expert_memory_share:
         planned = plan(configuration, folder, experts)
     assert planned.fits
-    taken = do(configuration, folder, experts)
+    taken = execute(configuration, folder, experts)
     assert [one.text for one in differences(planned, taken)] == []
 
 
@@ -36,7 +36,7 @@ def test_configurations_are_those_of_the_seed() -> None:
     assert whole.model_shape().values["num_hidden_layers"] == whole.num_layers > 6
 
 
-def test_what_is_wrong_with_a_plan_is_said() -> None:
+def test_what_is_wrong_with_a_plan_is_reported() -> None:
     planned = Planned(
         fits=True, host=100 << 20, program=0, experts=40 << 20, dense=20 << 20, kept=10 << 20,
         draft=0, num_experts=8, device_slots=4, slots_over_disk=None,

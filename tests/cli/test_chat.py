@@ -49,7 +49,7 @@ def talk(model: Any, monkeypatch: pytest.MonkeyPatch) -> Talk:
     return chat_with
 
 
-def said_to(session: Session) -> list[str]:
+def user_messages(session: Session) -> list[str]:
     return [str(m["content"]) for m in session.messages if m["role"] == "user"]
 
 
@@ -66,7 +66,7 @@ def said_to(session: Session) -> list[str]:
 def test_triple_quotes_hold_a_message_of_several_lines(
     talk: Talk, lines: list[str], message: str
 ) -> None:
-    assert said_to(talk(*lines)) == [message]
+    assert user_messages(talk(*lines)) == [message]
 
 
 @pytest.mark.parametrize("lines", [['"""', '"""'], ['""""""'], [""], ["  "]])
@@ -75,8 +75,8 @@ def test_an_empty_message_is_no_turn(talk: Talk, lines: list[str]) -> None:
 
 
 def test_a_slash_and_more_words_is_a_message(talk: Talk) -> None:
-    assert said_to(talk("/exit\nis pasted")) == ["/exit\nis pasted"]
-    assert said_to(talk("/etc/hosts is what?")) == ["/etc/hosts is what?"]
+    assert user_messages(talk("/exit\nis pasted")) == ["/exit\nis pasted"]
+    assert user_messages(talk("/etc/hosts is what?")) == ["/etc/hosts is what?"]
 
 
 def test_help_lists_every_command(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +156,7 @@ def test_regenerate_answers_the_last_message_once_more(
         in capsys.readouterr().err
     )
     other = talk("one", "/set temperature 5", "/set seed 1", "/regenerate")
-    assert said_to(other) == ["one"]
+    assert user_messages(other) == ["one"]
     assert other.messages[1] != once.messages[1]
     assert "[the answer will be the same: the seed is fixed" in capsys.readouterr().err
 
@@ -182,7 +182,7 @@ def test_a_chat_is_saved_and_gone_on_with(
     assert "[5 messages are written to " in capsys.readouterr().err
     loaded = talk("three", f"/load {file}", "four")
     assert loaded.messages[:5] == saved.messages
-    assert said_to(loaded) == ["one", "two", "four"]
+    assert user_messages(loaded) == ["one", "two", "four"]
     assert loaded.options.system == "be short"
     assert "[5 messages are read from " in capsys.readouterr().err
 
@@ -204,7 +204,7 @@ def test_files_of_chats_that_cannot_be_are_one_sentence(
     (tmp_path / "notes").write_text("mine")
     (tmp_path / "other").write_text('{"messages": [{"role": "tool", "content": "x"}]}')
     session = talk("one", line.format(tmp_path))
-    assert said_to(session) == ["one"]
+    assert user_messages(session) == ["one"]
     shown = capsys.readouterr().err
     assert "error: " in shown
     assert sentence in shown
@@ -294,19 +294,19 @@ def test_pasted_lines_are_one_message_and_come_back_as_one(
     position = first.type(f"/save {tmp_path / 'chat.json'}\r")
     first.wait_for("4 messages are written to", after=position)
     leave(first)
-    told = [line.split() for line in said_in(tmp_path / "chat.json")[0].splitlines()]
-    assert [line for line in told if line] == [line.split() for line in lines if line]
-    assert said_in(tmp_path / "chat.json")[1] == "one\ntwo"
+    pasted = [line.split() for line in user_messages_in(tmp_path / "chat.json")[0].splitlines()]
+    assert [line for line in pasted if line] == [line.split() for line in lines if line]
+    assert user_messages_in(tmp_path / "chat.json")[1] == "one\ntwo"
     second = on_a_terminal()
     second.type("\x10" * 3 + "\x01")  # Ctrl-P to the message before /save, Ctrl-A to its begin
     position = second.type("X\r")
     second.wait_for("decode", after=position)
     second.type(f"/save {tmp_path / 'again.json'}\r")
     leave(second)
-    assert said_in(tmp_path / "again.json") == ["Xone\ntwo"]
+    assert user_messages_in(tmp_path / "again.json") == ["Xone\ntwo"]
 
 
-def said_in(file: Path) -> list[str]:
+def user_messages_in(file: Path) -> list[str]:
     messages = json.loads(file.read_text())["messages"]
     return [message["content"] for message in messages if message["role"] == "user"]
 
@@ -316,7 +316,7 @@ def test_no_history_leaves_no_file(on_a_terminal: Callable[..., Terminal], cache
     assert not (cache / "chat-history").exists()
 
 
-def test_a_history_that_cannot_be_kept_is_said_and_no_error(
+def test_a_history_that_cannot_be_kept_is_reported_and_no_error(
     on_a_terminal: Callable[..., Terminal], cache: Path
 ) -> None:
     (cache / "chat-history").mkdir(parents=True)

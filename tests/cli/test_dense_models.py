@@ -14,7 +14,7 @@ from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
 from tests.hf.tiny import save_tiny_dense
 
-ASKED = ["-p", "hello", "--max-new-tokens", "4", "--temperature", "0"]
+FLAGS = ["-p", "hello", "--max-new-tokens", "4", "--temperature", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +30,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_run_says_that_there_are_no_experts(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", checkpoint, *ASKED, "--json"]) == 0
-    said = capsys.readouterr()
-    assert "a dense model: it has no experts to share" in said.err
-    assert "experts read" not in said.err
-    assert json.loads(said.out.splitlines()[-1])["generated_tokens"] == 4
+    assert main(["run", checkpoint, *FLAGS, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "a dense model: it has no experts to share" in captured.err
+    assert "experts read" not in captured.err
+    assert json.loads(captured.out.splitlines()[-1])["generated_tokens"] == 4
 
 
 def test_run_refuses_what_is_of_experts(
     checkpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["run", checkpoint, *ASKED, "--expert-dtype", "int4"]) == 2
+    assert main(["run", checkpoint, *FLAGS, "--expert-dtype", "int4"]) == 2
     assert "expert_dtype: only for experts" in capsys.readouterr().err
 
 
@@ -71,7 +71,7 @@ def test_a_packed_copy_answers_alike(
     assert main(["pack", checkpoint, "-o", packed, "--dense-dtype", dense_dtype, "-q"]) == 0
     texts = []
     for model in (checkpoint, packed):
-        assert main(["run", model, *ASKED, "--dense-dtype", dense_dtype, "-q", "--json"]) == 0
+        assert main(["run", model, *FLAGS, "--dense-dtype", dense_dtype, "-q", "--json"]) == 0
         texts.append(json.loads(capsys.readouterr().out.splitlines()[-1])["text"])
     assert texts[0] == texts[1]
     assert main(["plan", packed, "--no-measure"]) == 0

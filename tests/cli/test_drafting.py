@@ -37,8 +37,8 @@ def test_a_model_with_other_tokens_is_left_out(checkpoint: Path, tmp_path: Path)
     choice = DraftChoice(ModelChoice(model=str(checkpoint)), str(other), quiet=True)
     choice = pickle.loads(pickle.dumps(choice))  # as the server sends it to the engine process
     with pytest.warns(TandemWarning, match="has another vocabulary than"):
-        told = choice.load(AutoTokenizer.from_pretrained(checkpoint))
-    assert told == {"mtp_from": checkpoint}
+        sources = choice.load(AutoTokenizer.from_pretrained(checkpoint))
+    assert sources == {"mtp_from": checkpoint}
 
 
 def test_a_missing_model_is_one_sentence(

@@ -33,12 +33,12 @@ def test_with_json_a_failure_is_json_too(
     capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
 ) -> None:
     assert main([*words, "--json"]) == 2
-    said = capsys.readouterr()
-    error = json.loads(said.out.splitlines()[-1])["error"]
+    captured = capsys.readouterr()
+    error = json.loads(captured.out.splitlines()[-1])["error"]
     assert sentence in error["message"]
     assert error["type"].endswith("Error")
-    assert said.err.count("\n") == 1
-    assert error["message"] in said.err
+    assert captured.err.count("\n") == 1
+    assert error["message"] in captured.err
 
 
 def test_without_json_standard_output_stays_empty(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,8 +57,8 @@ def test_paths_that_are_no_text_are_one_sentence(
 @pytest.mark.parametrize("flag", ["--gpu-memory", "--link-bandwidth"])
 def test_a_negative_size_is_named(capsys: pytest.CaptureFixture[str], flag: str) -> None:
     assert main(["run", "-p", "x", "--device", "emulated", flag, "-1GB"]) == 2
-    said = capsys.readouterr().err
-    assert f"{flag.removeprefix('--').replace('-', '_')} is '-1GB'; expected a" in said
+    errors = capsys.readouterr().err
+    assert f"{flag.removeprefix('--').replace('-', '_')} is '-1GB'; expected a" in errors
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,10 @@ def test_two_drafters_at_once_are_one_sentence(
     capsys: pytest.CaptureFixture[str], command: str, speculate: str
 ) -> None:
     assert main([command, "no/model", "--draft", "small", "--speculate", speculate]) == 2
-    said = capsys.readouterr().err
-    assert f"--draft names a model that drafts, and --speculate {speculate} says otherwise" in said
+    errors = capsys.readouterr().err
+    assert (
+        f"--draft names a model that drafts, and --speculate {speculate} says otherwise" in errors
+    )
 
 
 def test_closed_input_is_an_empty_one() -> None:
@@ -96,7 +98,7 @@ def test_closed_input_is_an_empty_one() -> None:
 
 
 @pytest.mark.parametrize("redirections", ["2>&-", ">&- 2>&-"])
-def test_closed_outputs_swallow_what_is_said(redirections: str) -> None:
+def test_closed_outputs_swallow_messages(redirections: str) -> None:
     done = started_cold(f"{redirections} </dev/null", "run")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 

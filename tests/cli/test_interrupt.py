@@ -40,13 +40,13 @@ def started(model: str, cache: Path, *flags: str) -> Iterator[tuple[Program, IO[
     words = ["run", model, *FLAGS, *flags]
     environment = {**ENVIRONMENT, "TANDEM_CACHE": str(cache)}
     out, errors = os.pipe(), os.pipe()
-    with open(os.devnull) as nothing, open(out[0]) as said, open(errors[0]) as complaints:
+    with open(os.devnull) as nothing, open(out[0]) as answers, open(errors[0]) as complaints:
         files = (nothing.fileno(), out[1], errors[1])
         imports = f"import tests.threaded\n{IMPORTS}"
         with Program(words, files, code=PROGRAM, env=environment, imports=imports) as program:
             os.close(out[1])
             os.close(errors[1])
-            yield program, said, complaints
+            yield program, answers, complaints
 
 
 def files_of(cache: Path) -> list[Path]:

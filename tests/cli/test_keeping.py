@@ -142,7 +142,9 @@ def test_names_that_are_not_there_remove_nothing(model: str, env: Mapping[str, s
     assert copies(env) == [name]
 
 
-def test_on_a_terminal_it_is_asked_once(model: str, env: Mapping[str, str], tmp_path: Path) -> None:
+def test_on_a_terminal_the_question_comes_once(
+    model: str, env: Mapping[str, str], tmp_path: Path
+) -> None:
     slow = "import tandem.cli.keeping as k; k._SLOW_SECONDS = 0.0\n"
     with Terminal(["run", model, *RUN], env=env, code=slow + COMMAND) as terminal:
         terminal.wait_for("[Y/n]")

@@ -46,8 +46,8 @@ def test_a_recipe_is_kept_repeated_and_runs(
     ]
     assert kept["packed_format"] == PACKED_FORMAT_VERSION
     embeddings = loaded.get_input_embeddings()
-    wanted = reports[0]["dense_formats"]["model.embed_tokens"]
-    assert embeddings.packed.matrix.format.name == wanted
+    expected = reports[0]["dense_formats"]["model.embed_tokens"]
+    assert embeddings.packed.matrix.format.name == expected
     with torch.no_grad():
         logits = loaded(input_ids=torch.tensor([[5, 6, 7]])).logits
     assert logits.isfinite().all()

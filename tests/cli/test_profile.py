@@ -33,13 +33,13 @@ def test_a_profile_is_measured_kept_and_drawn(model: str, tmp_path: Path) -> Non
     assert f"{profile.disk.reads} reads of " in done.stdout
     assert all(a <= b for a, b in zip(shape.cpu_seconds, shape.cpu_seconds[1:], strict=False))
     # The rest of a layer is the given step's time without its experts.
-    told = re.search(r"tokens takes .* s, then ([0-9.]+) tok/s", done.stdout)
-    assert told, done.stdout
+    forecast = re.search(r"tokens takes .* s, then ([0-9.]+) tok/s", done.stdout)
+    assert forecast, done.stdout
     experts = shape.cpu_first_expert_seconds + shape.top_k * shape.cpu_seconds[0]
     step = shape.num_moe_layers * max(experts, shape.dense_seconds[0] + experts)
-    assert 1 / step <= 1.001 * float(told[1]) + 0.05
+    assert 1 / step <= 1.001 * float(forecast[1]) + 0.05
     if shape.dense_seconds[0] > 0:
-        assert 1 / step == pytest.approx(float(told[1]), rel=1e-3, abs=0.05)
+        assert 1 / step == pytest.approx(float(forecast[1]), rel=1e-3, abs=0.05)
     assert (tmp_path / "curves.svg").read_text().startswith("<svg ")
 
 
@@ -80,7 +80,9 @@ def test_a_kept_profile_is_read_and_another_format_is_measured(model: str, tmp_p
     assert len(list((tmp_path / "profiles").iterdir())) == 2
 
 
-def test_a_damaged_profile_is_measured_again_and_that_is_said(model: str, tmp_path: Path) -> None:
+def test_a_damaged_profile_is_measured_again_and_that_is_reported(
+    model: str, tmp_path: Path
+) -> None:
     words = ["profile", model, "--expert-dtype", "int8"]
     environment = {**ENVIRONMENT, "TANDEM_CACHE": str(tmp_path)}
     programs.tandem(*words, env=environment)

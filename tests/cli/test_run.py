@@ -66,7 +66,7 @@ def test_last_line_is_one_json_object(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words", "reason", "said"),
+    ("prompt", "words", "reason", "message"),
     [
         ("hello", ["--max-new-tokens", "8"], "length", "it has 8 tokens, as many as --max-new"),
         ("x" * 200, [], "context", "the model's context of 256 tokens is full"),
@@ -74,14 +74,14 @@ def test_last_line_is_one_json_object(model: str) -> None:
     ],
 )
 def test_an_answer_that_was_cut_says_so(
-    model: str, prompt: str, words: list[str], reason: str, said: str
+    model: str, prompt: str, words: list[str], reason: str, message: str
 ) -> None:
     flags = ("run", model, "--temperature", "0", "--json")
     first = tandem(*flags, "-p", prompt, "--max-new-tokens", "1").stdout[0]
     done = tandem(*flags, "-p", prompt, *(word.format(first=first) for word in words))
     assert json.loads(done.stdout.splitlines()[-1])["finish_reason"] == reason
     assert ("the answer is cut off" in done.stderr) == (reason != "stop")
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 def test_quiet_prints_the_answer_only(model: str) -> None:
@@ -199,9 +199,9 @@ def test_a_model_without_tokenizer_is_one_sentence(
     for file in checkpoint.glob("tokenizer*"):
         file.unlink()
     assert main(["run", str(checkpoint), "-p", "x"]) == 2
-    said = capsys.readouterr().err
-    assert "tiny has no tokenizer: expected tokenizer.json" in said
-    assert len(said.splitlines()) == 1
+    errors = capsys.readouterr().err
+    assert "tiny has no tokenizer: expected tokenizer.json" in errors
+    assert len(errors.splitlines()) == 1
 
 
 def test_a_reader_that_leaves_is_no_error(model: str) -> None:
@@ -214,9 +214,9 @@ def test_a_reader_that_leaves_is_no_error(model: str) -> None:
             os.close(reading)
             exit_code = program.wait()
         errors.seek(0)
-        said = errors.read()
-    assert "Traceback" not in said
-    assert exit_code == 0, said
+        log = errors.read()
+    assert "Traceback" not in log
+    assert exit_code == 0, log
 
 
 @pytest.fixture

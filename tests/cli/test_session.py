@@ -53,10 +53,10 @@ def test_a_turn_that_fails_is_taken_back(
     typed(monkeypatch, "hello", "x" * CONTEXT_TOKENS, "again", "bytes \udcff")
     assert chat(session) == 0
     assert roles(session) == "uaua"
-    said = capsys.readouterr().err
-    assert said.count("first token") == 2
-    assert "--context-full trim drops its oldest turns" in said
-    assert "the prompt holds the byte 0xff after 6 characters" in said
+    errors = capsys.readouterr().err
+    assert errors.count("first token") == 2
+    assert "--context-full trim drops its oldest turns" in errors
+    assert "the prompt holds the byte 0xff after 6 characters" in errors
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -66,10 +66,10 @@ def test_a_full_conversation_loses_its_oldest_turns_and_says_so(
     session = opened(system="short", quiet=quiet)
     for turn in range(12):
         session.ask(f"message {turn:02} {'.' * 20}")
-    said = capsys.readouterr().err
-    assert "[the conversation fills the model's context of 256 tokens: its oldest " in said
-    assert "turns are dropped]" in said
-    assert 0 < said.count("dropped") < 6  # not at every turn: each costs a prefill
+    errors = capsys.readouterr().err
+    assert "[the conversation fills the model's context of 256 tokens: its oldest " in errors
+    assert "turns are dropped]" in errors
+    assert 0 < errors.count("dropped") < 6  # not at every turn: each costs a prefill
     assert roles(session).startswith("sua")
     assert "message 11" in session._messages[-2]["content"]
 

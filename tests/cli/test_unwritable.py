@@ -59,10 +59,12 @@ def test_a_cache_that_cannot_be_written_costs_a_line(folder: Path, words: list[s
     done = tandem(*(word.format(folder) for word in words), env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    said = [line for line in done.stderr.splitlines() if "what was measured is not kept" in line]
-    assert len(said) == 1, done.stderr
-    assert said[0].startswith("[warning: ")
-    assert str(folder / "file") in said[0]
+    warnings = [
+        line for line in done.stderr.splitlines() if "what was measured is not kept" in line
+    ]
+    assert len(warnings) == 1, done.stderr
+    assert warnings[0].startswith("[warning: ")
+    assert str(folder / "file") in warnings[0]
 
 
 def test_a_full_disk_is_told(

@@ -44,9 +44,9 @@ def test_the_kernels_are_named_as_they_would_be_chosen(
     assert capsys.readouterr().out.splitlines()[-1].removeprefix("kernels ") in available_isas()
     monkeypatch.setenv("TANDEM_ISA", "avx9")
     assert main(["--version", "-v"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "instruction set 'avx9' is not on this processor" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "instruction set 'avx9' is not on this processor" in captured.err
 
 
 def test_verbose_alone_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:

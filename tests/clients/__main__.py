@@ -47,8 +47,8 @@ def _verdict(reports: list[Report]) -> int:
 
 def _commit() -> str:
     """Return the commit under test; called first, because commits may be added meanwhile."""
-    asked = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @contextlib.contextmanager

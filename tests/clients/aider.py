@@ -31,13 +31,13 @@ def _aider(served: Served, *flags: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "settings.yml"
         file.write_text(settings, encoding="utf-8")
-        said = run_command(
+        output = run_command(
             "aider", "--model", f"openai/{served.name}",
             "--openai-api-base", served.base_url, "--openai-api-key", "none",
             "--model-settings-file", str(file), "--map-tokens", "0", *_QUIET, *flags, cwd=folder,
         )  # fmt: skip
-    assert "litellm." not in said, said  # its errors
-    return said
+    assert "litellm." not in output, output  # its errors
+    return output
 
 
 if __name__ == "__main__":

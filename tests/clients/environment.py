@@ -67,8 +67,8 @@ class Report:
     @property
     def note(self) -> str:
         """A remark on the result."""
-        told = [f"{one['tried']}: {one['note']}" for one in self.tries if one["note"]]
-        return "; ".join([*told, self.problem] if self.problem else told)
+        notes = [f"{one['tried']}: {one['note']}" for one in self.tries if one["note"]]
+        return "; ".join([*notes, self.problem] if self.problem else notes)
 
     def __str__(self) -> str:
         """The report in one line."""
@@ -111,11 +111,11 @@ def try_client(name: str, served: Served) -> Report:
 def _read(report: Report, log: str) -> None:
     for line in log.splitlines():
         if line.startswith("REPORT "):
-            said = json.loads(line.removeprefix("REPORT "))
-            if "version" in said:
-                report.version = said["version"]
+            report_line = json.loads(line.removeprefix("REPORT "))
+            if "version" in report_line:
+                report.version = report_line["version"]
             else:
-                report.tries.append(said)
+                report.tries.append(report_line)
 
 
 def _environment(name: str) -> Path:
@@ -130,8 +130,8 @@ def _environment(name: str) -> Path:
     if needs.get("above_tandem"):
         _lay_above_tandem(home)
     dependencies = needs["dependencies"]
-    for wanted in [[d] for d in dependencies] if needs.get("in_turns") else [dependencies]:
-        _quietly([python, "-m", "pip", "install", "-q", *wanted])
+    for group in [[d] for d in dependencies] if needs.get("in_turns") else [dependencies]:
+        _quietly([python, "-m", "pip", "install", "-q", *group])
     stamp.write_text(json.dumps(needs), encoding="utf-8")
     return python
 

@@ -38,10 +38,10 @@ def _benchmark(served: Served, form: str, profile: str, *, requests: int) -> str
             "--output", f"kind=json,path={found}", "--disable-console", cwd=temporary,
         )  # fmt: skip
         (benchmark,) = json.loads(found.read_text(encoding="utf-8"))["benchmarks"]
-    asked = benchmark["requests"]
-    errors = [one["info"]["error"] for one in asked["errored"]]
-    assert (len(asked["successful"]), errors) == (requests, []), errors
-    assert {one["output_tokens"] for one in asked["successful"]} == {_OUTPUT_TOKENS}
+    results = benchmark["requests"]
+    errors = [one["info"]["error"] for one in results["errored"]]
+    assert (len(results["successful"]), errors) == (requests, []), errors
+    assert {one["output_tokens"] for one in results["successful"]} == {_OUTPUT_TOKENS}
     return f"{requests} requests of {_OUTPUT_TOKENS} tokens"
 
 

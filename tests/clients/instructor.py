@@ -44,21 +44,21 @@ def json_schema(served: Served) -> None:
 def json_object(served: Served) -> None:
     """Ask for any JSON object; only its form is checked, because a random model writes it."""
     client = _client(served, instructor.Mode.JSON)
-    assert client.chat.completions.create(response_model=Anything, **_asked(served))
+    assert client.chat.completions.create(response_model=Anything, **_fields(served))
 
 
 def partial_objects(served: Served) -> None:
     client = _client(served, instructor.Mode.TOOLS)
-    seen = list(client.chat.completions.create_partial(response_model=Person, **_asked(served)))
+    seen = list(client.chat.completions.create_partial(response_model=Person, **_fields(served)))
     assert seen[-1].age is not None
 
 
 def _ask(served: Served, mode: instructor.Mode) -> None:
-    found = _client(served, mode).chat.completions.create(response_model=Person, **_asked(served))
+    found = _client(served, mode).chat.completions.create(response_model=Person, **_fields(served))
     assert isinstance(found, Person)
 
 
-def _asked(served: Served) -> dict[str, Any]:
+def _fields(served: Served) -> dict[str, Any]:
     messages = [{"role": "user", "content": INVENT}]
     return {
         "model": served.name, "messages": messages, "max_tokens": 80, "temperature": 0.0,

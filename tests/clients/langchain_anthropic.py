@@ -28,9 +28,9 @@ def stream(served: Served) -> None:
 
 def cache_control(served: Served) -> None:
     text = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
-    asked: list[Any] = [SystemMessage([text]), HumanMessage(QUESTION)]
-    _model(served).invoke(asked)
-    usage = _model(served).invoke(asked).usage_metadata
+    messages: list[Any] = [SystemMessage([text]), HumanMessage(QUESTION)]
+    _model(served).invoke(messages)
+    usage = _model(served).invoke(messages).usage_metadata
     assert usage["input_token_details"]["cache_read"] > 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import litellm
 
-from tests.clients.tasks import ASKED, PERSON, TOO_LONG, WEATHER, check_person, check_weather
+from tests.clients.tasks import MESSAGES, PERSON, TOO_LONG, WEATHER, check_person, check_weather
 from tests.clients.trying import Served, report
 
 
@@ -37,7 +37,7 @@ def required_tool(served: Served) -> None:
 def tool_result(served: Served) -> None:
     call = {"name": "get_weather", "arguments": '{"city": "Rome"}'}
     messages: list[Any] = [
-        *ASKED,
+        *MESSAGES,
         {
             "role": "assistant",
             "content": None,
@@ -58,7 +58,7 @@ def json_schema(served: Served) -> None:
 def cache_control(served: Served) -> None:
     part = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
     messages = [{"role": "system", "content": [part], "cache_control": {"type": "ephemeral"}}]
-    answer = _complete(served, messages=[*messages, *ASKED])
+    answer = _complete(served, messages=[*messages, *MESSAGES])
     assert answer.choices[0].message.content
 
 
@@ -73,7 +73,7 @@ def text_completion(served: Served) -> None:
 
 def vllm_provider(served: Served) -> None:
     answer: Any = litellm.completion(
-        model=f"hosted_vllm/{served.name}", messages=ASKED, api_base=served.base_url,
+        model=f"hosted_vllm/{served.name}", messages=MESSAGES, api_base=served.base_url,
         api_key="none", max_tokens=8, top_k=5, repetition_penalty=1.1, min_tokens=2,
     )  # fmt: skip
     assert answer.choices[0].message.content
@@ -81,7 +81,7 @@ def vllm_provider(served: Served) -> None:
 
 def anthropic_provider(served: Served) -> None:
     answer: Any = litellm.completion(
-        model=f"anthropic/{served.name}", messages=ASKED, api_base=served.address,
+        model=f"anthropic/{served.name}", messages=MESSAGES, api_base=served.address,
         api_key="none", max_tokens=80, tools=[WEATHER], tool_choice="required",
     )  # fmt: skip
     (call,) = answer.choices[0].message.tool_calls
@@ -104,8 +104,8 @@ def too_long_a_prompt(served: Served) -> None:
 
 
 def _complete(served: Served, **fields: Any) -> Any:
-    asked = {"model": f"openai/{served.name}", "messages": ASKED, "max_tokens": 12, **fields}
-    return litellm.completion(api_base=served.base_url, api_key="none", num_retries=0, **asked)
+    arguments = {"model": f"openai/{served.name}", "messages": MESSAGES, "max_tokens": 12, **fields}
+    return litellm.completion(api_base=served.base_url, api_key="none", num_retries=0, **arguments)
 
 
 if __name__ == "__main__":

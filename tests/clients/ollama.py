@@ -11,7 +11,7 @@ from typing import Any
 
 import ollama
 
-from tests.clients.tasks import ASKED, INVENT, PERSON, QUESTION, WEATHER, check_person
+from tests.clients.tasks import INVENT, MESSAGES, PERSON, QUESTION, WEATHER, check_person
 from tests.clients.trying import Served, report
 
 _FEW: Any = {"num_predict": 12, "temperature": 0}
@@ -19,8 +19,8 @@ _FEW: Any = {"num_predict": 12, "temperature": 0}
 
 def chat(served: Served) -> None:
     client = ollama.Client(served.address)
-    whole = client.chat(served.name, ASKED, options=_FEW)
-    parts = list(client.chat(served.name, ASKED, options=_FEW, stream=True))
+    whole = client.chat(served.name, MESSAGES, options=_FEW)
+    parts = list(client.chat(served.name, MESSAGES, options=_FEW, stream=True))
     text = "".join(part.message.content or "" for part in parts)
     assert text == whole.message.content, text
     assert parts[-1].done
@@ -41,13 +41,13 @@ def tools(served: Served) -> None:
         """The weather in a city."""
         return "sunny"
 
-    assert client.chat(served.name, ASKED, tools=[get_weather, WEATHER], options=_FEW).done
+    assert client.chat(served.name, MESSAGES, tools=[get_weather, WEATHER], options=_FEW).done
 
 
 def tool_result(served: Served) -> None:
     call = {"function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
     messages = [
-        *ASKED,
+        *MESSAGES,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "sunny", "tool_name": "get_weather"},
     ]
@@ -72,7 +72,7 @@ def json_object(served: Served) -> None:
 
 def log_probabilities(served: Served) -> None:
     client = ollama.Client(served.address)
-    answer = client.chat(served.name, ASKED, logprobs=True, top_logprobs=2, options=_FEW)
+    answer = client.chat(served.name, MESSAGES, logprobs=True, top_logprobs=2, options=_FEW)
     assert answer.logprobs
     assert len(answer.logprobs[0].top_logprobs or ()) == 2
 
@@ -109,7 +109,7 @@ def zed(served: Served) -> None:
     _send(served, "/api/tags")
     assert _send(served, "/api/show", {"model": served.name})["capabilities"]
     body = {
-        "model": served.name, "messages": ASKED, "stream": True, "keep_alive": -1,
+        "model": served.name, "messages": MESSAGES, "stream": True, "keep_alive": -1,
         "options": {"num_ctx": 4096, "num_predict": 12, "stop": [], "temperature": 1.0,
                     "top_p": None},
         "think": None, "tools": [],
@@ -122,7 +122,7 @@ def continue_dev(served: Served) -> None:
     _send(served, "/api/show", {"name": served.name})
     options = {"temperature": 0.1, "num_predict": 12, "num_ctx": 8192, "stop": ["\n\n"]}
     body = {"model": served.name, "options": options, "keep_alive": 1800}
-    assert _lines(served, "/api/chat", {**body, "messages": ASKED, "stream": True})[-1]["done"]
+    assert _lines(served, "/api/chat", {**body, "messages": MESSAGES, "stream": True})[-1]["done"]
     raw = {**body, "prompt": "def add(a, b):", "raw": True}
     assert _lines(served, "/api/generate", raw)[-1]["done"]
 

@@ -7,7 +7,7 @@ QUESTION = "What is the weather in Rome?"
 INVENT = 'Invent a person. Answer in JSON like {"name": "Anna", "age": 3}'
 # More tokens than the server's context has.
 TOO_LONG = "word " * 4000
-ASKED: Any = [{"role": "user", "content": QUESTION}]
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 
 PERSON: Any = {
     "type": "object",

@@ -37,10 +37,15 @@ _HANDED = list[Callable[..., Tensor]]()  # what the operation calls, by number
 
 @torch.library.custom_op("twin::handed", mutates_args=())
 def handed(
-    number: int, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, heard: Tensor | None
+    number: int,
+    layer: int,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    router_input: Tensor | None,
 ) -> Tensor:
     """Hand over a layer as an operation that the twin's graph records."""
-    return _HANDED[number](layer, hidden, index, weights, heard)
+    return _HANDED[number](layer, hidden, index, weights, router_input)
 
 
 class AddressedExperts:
@@ -73,15 +78,17 @@ class NotedLayers:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._heard: dict[int, Tensor] = {}
+        self._router_inputs: dict[int, Tensor] = {}
 
-    def hear(self, layer: int, hidden: Tensor) -> None:
-        self._heard[layer] = hidden
+    def take_router_input(self, layer: int, hidden: Tensor) -> None:
+        self._router_inputs[layer] = hidden
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, _: ExpertFunctions
     ) -> Tensor:
-        return handed(self._number, layer, hidden, index, weights, self._heard.pop(layer, None))
+        return handed(
+            self._number, layer, hidden, index, weights, self._router_inputs.pop(layer, None)
+        )
 
 
 class NotedSteps(HandedSteps):
@@ -90,29 +97,29 @@ class NotedSteps(HandedSteps):
     functions: ExpertFunctions
     error: str | None = None
 
-    def guess_of(self, num_rows: int, layer: int) -> list[list[int]]:
+    def guess_of(self, size: int, layer: int) -> list[list[int]]:
         """Return the prediction that the device has published for the next layer."""
-        inner: Any = self._layers[num_rows][1]
+        inner: Any = self._layers[size][1]
         box, top_k = inner._box, self._cache.geometry.top_k
         start = layer * box.layer_bytes + box.guess
-        words = inner._memory[start : start + 4 * num_rows * top_k].view(torch.int32)
-        found: list[list[int]] = words.view(num_rows, top_k).tolist()
+        words = inner._memory[start : start + 4 * size * top_k].view(torch.int32)
+        found: list[list[int]] = words.view(size, top_k).tolist()
         return found
 
-    def layers(self, num_rows: int) -> Any:
-        inner, functions = super().layers(num_rows), self.functions
-        self.heard: dict[int, Tensor] = {}
+    def layers(self, size: int) -> Any:
+        inner, functions = super().layers(size), self.functions
+        self.router_inputs: dict[int, Tensor] = {}
 
         def call(
-            layer: int, hidden: Tensor, index: Tensor, weights: Tensor, heard: Tensor | None
+            layer: int, hidden: Tensor, index: Tensor, weights: Tensor, router_input: Tensor | None
         ) -> Tensor:
             if self.error is not None:
                 raise RuntimeError(self.error)
             if not self.is_under_way:  # stands for a capture's end, which does nothing on a GPU
                 return torch.zeros_like(hidden)
-            if heard is not None:
-                self.heard[layer] = heard.clone()
-                inner.hear(layer, heard)
+            if router_input is not None:
+                self.router_inputs[layer] = router_input.clone()
+                inner.take_router_input(layer, router_input)
             found = inner(layer, hidden, index, weights, functions)
             assert found is not None
             return found
@@ -125,7 +132,7 @@ def executor_on_twins(observed: ObservedModel, library: DriverLibrary) -> Hybrid
     streams = LazyStreams(is_eager=True)
     parts = device_parts(observed, streams=streams, device_kernels=TorchKernels())
     settings = observed.options.planner_settings()
-    if observed.asked_routers is not None:
+    if observed.look_ahead_routers is not None:
         settings = settings.with_predictions((), CAPTURE_SIZES)
     cache = ExpertCache(
         observed.store, parts.device, parts.clock, observed.geometry, parts.machine, settings,
@@ -142,7 +149,7 @@ def executor_on_twins(observed: ObservedModel, library: DriverLibrary) -> Hybrid
     steps = NotedSteps(
         cache, layers, observed.threads, observed.model.dtype, device=parts.device,
         experts=experts, signals=HostSignals(), library=library.path,
-        routers=observed.asked_routers,
+        routers=observed.look_ahead_routers,
     )  # fmt: skip
     steps.functions = functions
     executor.captured = steps
@@ -154,8 +161,8 @@ def steps_of(executor: HybridExecutor) -> NotedSteps:
     return executor.captured
 
 
-def prompts(num_rows: int) -> list[list[int]]:
-    return [[40 + row] * (3 + 2 * row) for row in range(num_rows)]
+def prompts(num_sequences: int) -> list[list[int]]:
+    return [[40 + row] * (3 + 2 * row) for row in range(num_sequences)]
 
 
 def expected_of(model: Any, texts: list[list[int]]) -> list[Tensor]:

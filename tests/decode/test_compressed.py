@@ -200,7 +200,7 @@ def test_what_is_kept_moves_to_another_slot(kv_dtype: str, threads: CpuThreads) 
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
-def test_steps_behind_invented_tokens(kv_dtype: str, threads: CpuThreads) -> None:
+def test_steps_after_invented_tokens(kv_dtype: str, threads: CpuThreads) -> None:
     pool = CpuSlotPool(model_of("as released"), threads, 2, kv_dtype=kv_dtype)
     pool.prefill({0: LONG[:3]})
     pool.pretend(300, room=4)
@@ -235,9 +235,11 @@ def test_sizes_from_a_config_are_those_of_the_memory(mix: str, threads: CpuThrea
     cache = pool.cache
     sizes = kv_sizes_of(model.config, torch.float32)
     parts = sizes.layers
-    beside = num_tokens * sum(num_bytes for kind, num_bytes in parts if kind != SLIDING)
+    other_bytes = num_tokens * sum(num_bytes for kind, num_bytes in parts if kind != SLIDING)
     kept = cache.compressed.num_bytes + cache.index_keys.num_bytes
-    assert beside * 0.97 <= kept / 2 <= beside  # each layer's bytes of a token are rounded up
+    assert (
+        other_bytes * 0.97 <= kept / 2 <= other_bytes
+    )  # each layer's bytes of a token are rounded up
     assert state_bytes_of(model) == cache.states.step_bytes
     windows = [num_bytes for kind, num_bytes in parts if kind == SLIDING]
     assert windows == [16 * 4] * len(MIXES[mix][0])

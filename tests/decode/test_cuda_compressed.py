@@ -133,7 +133,7 @@ def test_keys_in_fewer_bits(kv_dtype: str, most: float) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
-def test_steps_behind_invented_tokens(kv_dtype: str) -> None:
+def test_steps_after_invented_tokens(kv_dtype: str) -> None:
     pool = pool_of("small", 2, kv_dtype=kv_dtype)
     pool.prefill({0: LONG[:3]})
     pool.pretend(300, room=4)

@@ -94,7 +94,7 @@ def executor(
 
 
 @pytest.mark.parametrize(
-    ("model", "num_rows"),
+    ("model", "num_sequences"),
     [
         (("mixtral", "float32"), 1),
         (("mixtral", "float32"), 2),
@@ -108,49 +108,49 @@ def executor(
     indirect=["model"],
 )
 def test_a_step_is_one_graph_and_gives_the_cpus_logits(
-    model: Any, executor: HybridExecutor, num_rows: int
+    model: Any, executor: HybridExecutor, num_sequences: int
 ) -> None:
-    expected = expected_of(model, prompts(num_rows))
+    expected = expected_of(model, prompts(num_sequences))
     statistics, events = CacheStatistics(), list[LayerExecuted]()
     executor.listeners += [statistics, events.append]
     for compile_one in steps_of(executor).compilations():  # no answer comes, and nothing is lost
         compile_one()
-    rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
-    assert_alike(logits_of(rows, num_rows, TOKENS), expected)
-    assert rows.step.is_replaying, rows.step.why_not
-    assert rows.num_segments == 1
+    pool = cuda_pool(model, prompts(num_sequences), 30, make_capture=TwinCapture)
+    assert_alike(logits_of(pool, num_sequences, TOKENS), expected)
+    assert pool.step.is_replaying, pool.step.why_not
+    assert pool.num_segments == 1
     executor.catch_up()
     assert statistics.hits > 0
     assert statistics.copies > 0
     num_layers = len(executor.store)
-    assert [event.layer for event in events] == [*range(num_layers)] * (len(TOKENS) + num_rows)
-    assert all(event.num_tokens == num_rows for event in events[-num_layers:])
+    assert [event.layer for event in events] == [*range(num_layers)] * (len(TOKENS) + num_sequences)
+    assert all(event.num_tokens == num_sequences for event in events[-num_layers:])
     check_slots(executor)
 
 
 @pytest.mark.parametrize("executor", IN_GRAPH[1:], indirect=True)
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("num_sequences", [1, 2])
 def test_misses_are_fetched_in_the_same_graph(
-    model: Any, executor: HybridExecutor, num_rows: int
+    model: Any, executor: HybridExecutor, num_sequences: int
 ) -> None:
-    expected, events = expected_of(model, prompts(num_rows)), list[LayerExecuted]()
+    expected, events = expected_of(model, prompts(num_sequences)), list[LayerExecuted]()
     executor.listeners.append(events.append)
     for compile_one in steps_of(executor).compilations():
         compile_one()
-    rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
-    assert_alike(logits_of(rows, num_rows, TOKENS), expected)
-    assert rows.step.is_replaying, rows.step.why_not
-    assert rows.num_segments == 1
-    plans = [e.plan for e in events if e.num_tokens == num_rows and e.plan is not None]
+    pool = cuda_pool(model, prompts(num_sequences), 30, make_capture=TwinCapture)
+    assert_alike(logits_of(pool, num_sequences, TOKENS), expected)
+    assert pool.step.is_replaying, pool.step.why_not
+    assert pool.num_segments == 1
+    plans = [e.plan for e in events if e.num_tokens == num_sequences and e.plan is not None]
     assert sum(len(plan.fetch) for plan in plans) > 0
     check_slots(executor)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_the_next_router_is_asked_in_the_same_graph(
-    model: Any, library: DriverLibrary, tmp_path: Path, num_rows: int
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_the_next_router_runs_in_the_same_graph(
+    model: Any, library: DriverLibrary, tmp_path: Path, num_sequences: int
 ) -> None:
-    """The router's prediction is in the mailbox, and its experts are copied ahead."""
+    """The router's prediction is in the mailbox, and its experts are prefetched."""
     library.reset(delay=50)
     save_profile(make_machine(cpu=SLOW_CPU, gpu=4e-5, link=1e-6).profile, tmp_path / "p")
     config = OffloadConfig(
@@ -158,31 +158,31 @@ def test_the_next_router_is_asked_in_the_same_graph(
         profile=str(tmp_path / "p"), assignment="ready-on-gpu", prediction="regression",
         look_ahead=True,
     )  # fmt: skip
-    expected, runtime = expected_of(model, prompts(num_rows)), require_runtime(model)
+    expected, runtime = expected_of(model, prompts(num_sequences)), require_runtime(model)
     before, events = runtime.executor, list[LayerExecuted]()
     with interpreted():
         ahead = look_ahead(model, runtime.bound, runtime.store, ("residual",), cache_path=tmp_path)
         assert isinstance(ahead, LookAhead)
         found = observe(model, runtime)
-        observed = dataclasses.replace(found, options=config, asked_routers=ahead.for_graphs())
+        observed = dataclasses.replace(found, options=config, look_ahead_routers=ahead.for_graphs())
         assert observed.why_planned() is None
         executor = executor_on_twins(observed, library)
         executor.listeners.append(events.append)
         runtime.use(executor)
         for compile_one in steps_of(executor).compilations():
             compile_one()
-        rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
-        assert_alike(logits_of(rows, num_rows, TOKENS), expected)
-        assert rows.step.is_replaying, rows.step.why_not
-        assert rows.num_segments == 1
+        pool = cuda_pool(model, prompts(num_sequences), 30, make_capture=TwinCapture)
+        assert_alike(logits_of(pool, num_sequences, TOKENS), expected)
+        assert pool.step.is_replaying, pool.step.why_not
+        assert pool.num_segments == 1
         assert ahead.residuals.means.any()  # learned in prompts
         routers = find_routers(model, runtime.bound)
         assert not isinstance(routers, str)
-        heard = steps_of(executor).heard[0] + ahead.residuals.means[0]
-        guess = steps_of(executor).guess_of(capture_size(num_rows), 0)
-        wanted = routers[1].choose(heard[:num_rows]).sort().values.tolist()
-        assert [sorted(row) for row in guess[:num_rows]] == wanted
-        assert all(set(row) == {-1} for row in guess[num_rows:])  # idle
+        router_input = steps_of(executor).router_inputs[0] + ahead.residuals.means[0]
+        guess = steps_of(executor).guess_of(capture_size(num_sequences), 0)
+        chosen = routers[1].choose(router_input[:num_sequences]).sort().values.tolist()
+        assert [sorted(row) for row in guess[:num_sequences]] == chosen
+        assert all(set(row) == {-1} for row in guess[num_sequences:])  # idle
         assert any(event.plan.prefetch for event in events if event.plan is not None)
         check_slots(executor)
         runtime.use(before)
@@ -193,33 +193,33 @@ def test_the_next_router_is_asked_in_the_same_graph(
 @pytest.mark.parametrize("model", [("qwen3_5_moe", "float32")], indirect=True)
 def test_drafted_tokens_are_verified_in_one_graph(model: Any, executor: HybridExecutor) -> None:
     expected = expected_of(model, prompts(1))[1:]
-    rows = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
-    rows.prefill()
+    pool = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
+    pool.prefill()
     done = 0
     for num_kept in (1, 2, 3, 1, 1):
         drafted = TOKENS[done : done + 3]
-        logits = rows.pool.verify({0: drafted})
+        logits = pool.pool.verify({0: drafted})
         assert_alike(logits[:, None], expected[done : done + 3])
         done += num_kept
-        rows.pool.keep(0, len(prompts(1)[0]) + done)
-    assert rows.step.is_replaying, rows.step.why_not
-    assert rows.num_segments == 1
+        pool.pool.keep(0, len(prompts(1)[0]) + done)
+    assert pool.step.is_replaying, pool.step.why_not
+    assert pool.num_segments == 1
 
 
 def test_prompts_between_them_and_other_sizes_use_the_same_cache(
     model: Any, executor: HybridExecutor
 ) -> None:
-    num_rows = 2
-    again = [[*prompt, 70, 71] for prompt in prompts(num_rows)]
+    num_sequences = 2
+    again = [[*prompt, 70, 71] for prompt in prompts(num_sequences)]
     expected = expected_of(model, again)
-    rows = cuda_pool(model, prompts(num_rows), 60, make_capture=TwinCapture)
-    logits_of(rows, num_rows, TOKENS)
+    pool = cuda_pool(model, prompts(num_sequences), 60, make_capture=TwinCapture)
+    logits_of(pool, num_sequences, TOKENS)
     for slots in (None, 3, 9):
         if slots is not None:
             executor.resize(slots)
-        rows.continue_with(again)
-        assert_alike(logits_of(rows, num_rows, TOKENS), expected)
-        assert rows.num_segments == 1
+        pool.continue_with(again)
+        assert_alike(logits_of(pool, num_sequences, TOKENS), expected)
+        assert pool.num_segments == 1
         check_slots(executor)
         assert slots is None or executor.cache.num_slots == slots
 
@@ -228,8 +228,8 @@ def test_a_lost_step_is_a_sentence_and_the_next_is_right(
     model: Any, executor: HybridExecutor
 ) -> None:
     expected = expected_of(model, prompts(1))
-    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    logits_of(rows, 1, TOKENS)
+    pool = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    logits_of(pool, 1, TOKENS)
     is_bad = True
 
     def fail(layer: int) -> None:
@@ -238,10 +238,10 @@ def test_a_lost_step_is_a_sentence_and_the_next_is_right(
 
     steps_of(executor).coordinator.set_hook(fail)
     with pytest.raises(ExecutionError, match=r"has ended \(MemoryError: no memory\).*is lost"):
-        rows.decode([50])
+        pool.decode([50])
     is_bad = False
-    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    assert_alike(logits_of(rows, 1, TOKENS), expected)
+    pool = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    assert_alike(logits_of(pool, 1, TOKENS), expected)
     check_slots(executor)
 
 
@@ -253,8 +253,8 @@ def test_a_step_that_the_gpu_gave_up_is_never_used(
 
     steps, expected = steps_of(executor), expected_of(model, prompts(1))
     monkeypatch.setattr(steps, "_signals", KernelSignals(9.0))
-    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    logits_of(rows, 1, TOKENS)
+    pool = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    logits_of(pool, 1, TOKENS)
 
     def stand_still(layer: int) -> None:
         end = time.perf_counter() + 60
@@ -265,10 +265,10 @@ def test_a_step_that_the_gpu_gave_up_is_never_used(
         patch.setattr(handing, "_LOOKS_OFF_GPU", 200)
         steps.coordinator.set_hook(stand_still)
         with pytest.raises(ExecutionError, match=r"waited for 9 seconds .* is lost, the model can"):
-            rows.decode([50])
+            pool.decode([50])
     steps.coordinator.set_hook(None)
-    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    assert_alike(logits_of(rows, 1, TOKENS), expected)
+    pool = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    assert_alike(logits_of(pool, 1, TOKENS), expected)
     check_slots(executor)
 
 
@@ -279,15 +279,15 @@ def test_a_step_that_waits_too_long_for_a_disk_is_planned_instead(
     model: Any, executor: HybridExecutor
 ) -> None:
     expected, slots = expected_of(model, prompts(1)), slots_of(model)
-    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    pool = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
     executor.resize(executor.cache.geometry.top_k)  # the first layer alone needs all of them
-    found = [rows.prefill().clone()]
+    found = [pool.prefill().clone()]
     for place, token in enumerate(TOKENS):
         is_slow = place == len(TOKENS) - 2
         if is_slow:
-            assert rows.step.is_replaying, rows.step.why_not
+            assert pool.step.is_replaying, pool.step.why_not
             slots.native.fail(0, 1, 1.5)
-        found.append(rows.decode([token]).clone())
+        found.append(pool.decode([token]).clone())
         slots.native.fail(0, 0, 0.0)
         assert steps_of(executor)._is_entered != is_slow
     assert_alike(found, expected)
@@ -300,25 +300,25 @@ def test_a_failed_read_in_a_step_is_a_sentence_and_the_next_is_right(
 ) -> None:
     expected, slots = expected_of(model, prompts(1)), slots_of(model)
     executor.resize(executor.cache.geometry.top_k)
-    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    logits_of(rows, 1, TOKENS)
+    pool = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    logits_of(pool, 1, TOKENS)
     slots.native.fail(errno.EIO, 1, 0.0)
     with pytest.raises(ExecutionError, match=r"Input/output error.* is lost, the model can"):
-        [rows.decode([token]) for token in range(40, 80)]
+        [pool.decode([token]) for token in range(40, 80)]
     slots.native.fail(0, 0, 0.0)
-    rows = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
-    assert_alike(logits_of(rows, 1, TOKENS), expected)
+    pool = cuda_pool(model, prompts(1), 40, make_capture=TwinCapture)
+    assert_alike(logits_of(pool, 1, TOKENS), expected)
 
 
 def test_what_cannot_be_captured_goes_the_way_of_segments_and_says_so(
     model: Any, executor: HybridExecutor
 ) -> None:
     steps_of(executor).error = "made up"
-    rows: WholePool = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
+    pool: WholePool = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
     with pytest.warns(UserWarning, match="a break at the experts of each layer: .*made up"):
-        logits_of(rows, 1, TOKENS)
-    assert rows.step.is_replaying, rows.step.why_not
-    assert rows.num_segments == len(executor.store) + 1
+        logits_of(pool, 1, TOKENS)
+    assert pool.step.is_replaying, pool.step.why_not
+    assert pool.num_segments == len(executor.store) + 1
     assert steps_of(executor).is_given_up
 
 
@@ -328,14 +328,14 @@ def test_a_gpu_that_does_not_end_is_a_sentence(
     from tandem.devices.cuda import handed_steps
 
     never, steps = SimpleNamespace(query=lambda: False), steps_of(executor)
-    rows = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
-    logits_of(rows, 1, TOKENS)
+    pool = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
+    logits_of(pool, 1, TOKENS)
     with monkeypatch.context() as patch:
         patch.setattr(handed_steps, "PATIENCE_SECONDS", 0.05)
         patch.setattr(steps._streams, "record", lambda stream, **_: never)
         steps.coordinator.set_hook(lambda layer: (_ for _ in ()).throw(MemoryError("made up")))
         with pytest.raises(ExecutionError, match=r"lazy has not come to the end .*start the prog"):
-            rows.decode([50])
+            pool.decode([50])
     steps.coordinator.set_hook(None)
 
 
@@ -350,39 +350,39 @@ def made_trace(executor: HybridExecutor, top_k: int) -> RoutingTrace:
     return RoutingTrace(meta=meta, experts=experts, seq_offsets=np.array([0, num_tokens]))
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_long_step_is_several_graphs_launched_behind_each_other(
-    model: Any, executor: HybridExecutor, num_rows: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_a_long_step_is_several_graphs_launched_in_sequence(
+    model: Any, executor: HybridExecutor, num_sequences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "LAYERS_A_GRAPH", 1)
-    expected = expected_of(model, prompts(num_rows))
-    rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
-    assert_alike(logits_of(rows, num_rows, TOKENS), expected)
-    assert rows.step.is_replaying, rows.step.why_not
-    recording: Any = rows.step.recording
-    assert (rows.num_segments, recording.num_graphs) == (1, len(executor.store) + 1)
+    expected = expected_of(model, prompts(num_sequences))
+    pool = cuda_pool(model, prompts(num_sequences), 30, make_capture=TwinCapture)
+    assert_alike(logits_of(pool, num_sequences, TOKENS), expected)
+    assert pool.step.is_replaying, pool.step.why_not
+    recording: Any = pool.step.recording
+    assert (pool.num_segments, recording.num_graphs) == (1, len(executor.store) + 1)
     check_slots(executor)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("num_sequences", [1, 2])
 def test_a_forced_routing_is_handed_over_in_the_same_graph(
-    model: Any, executor: HybridExecutor, num_rows: int
+    model: Any, executor: HybridExecutor, num_sequences: int
 ) -> None:
     runtime, events = require_runtime(model), list[LayerExecuted]()
     trace = made_trace(executor, executor.cache.geometry.top_k)
     with runtime.using(ForcedRouting(executor, trace)):
-        rows = cuda_pool(model, prompts(num_rows), 30, make_capture=TwinCapture)
-        logits_of(rows, num_rows, TOKENS)
-        assert rows.step.is_replaying, rows.step.why_not
-        assert rows.num_segments == 1
+        pool = cuda_pool(model, prompts(num_sequences), 30, make_capture=TwinCapture)
+        logits_of(pool, num_sequences, TOKENS)
+        assert pool.step.is_replaying, pool.step.why_not
+        assert pool.num_segments == 1
         executor.listeners.append(events.append)
-        at = sum(map(len, prompts(num_rows))) + len(TOKENS) * num_rows
+        at = sum(map(len, prompts(num_sequences))) + len(TOKENS) * num_sequences
         for token in (50, 51):
-            rows.decode([token] * num_rows)
+            pool.decode([token] * num_sequences)
             executor.catch_up()
-            routes = trace.experts[at : at + num_rows].transpose(1, 0, 2).tolist()
+            routes = trace.experts[at : at + num_sequences].transpose(1, 0, 2).tolist()
             assert [event.load and event.load.routes for event in events] == routes
-            at += num_rows
+            at += num_sequences
             events.clear()
     check_slots(executor)
 
@@ -392,6 +392,6 @@ def test_a_forced_routing_of_more_experts_goes_by_segments(
 ) -> None:
     trace = made_trace(executor, executor.cache.geometry.top_k + 1)
     with require_runtime(model).using(ForcedRouting(executor, trace)):
-        rows: WholePool = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
-        logits_of(rows, 1, TOKENS[:3])
-    assert rows.num_segments == len(executor.store) + 1
+        pool: WholePool = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
+        logits_of(pool, 1, TOKENS[:3])
+    assert pool.num_segments == len(executor.store) + 1

@@ -56,19 +56,21 @@ def test_steps_are_transformers_own_by_the_kernels(
 
 
 def test_a_packed_projection_is_absorbed_unpacked(find_kernels: Any) -> None:
-    from tandem.triton_kernels.dense import bring
+    from tandem.triton_kernels.dense import copy_to_device
 
     model: Any = build_tiny_model("deepseek_v3", values={"num_hidden_layers": 2})
     for module in model.modules():
         if hasattr(module, "expand_kv"):
             weight = module.kv_b_proj.weight
-            packed = bring(pack_dense(weight, None, find_format("int8-g32")), torch.device("cpu"))
+            packed = copy_to_device(
+                pack_dense(weight, None, find_format("int8-g32")), torch.device("cpu")
+            )
             module.kv_b_proj = DeviceLinear(packed, weight.dtype)
     pool = require_latents(model, 1e-4, find_kernels=find_kernels)
     assert pool.cache.num_bytes == 2 * pool.cache.capacity * kept_bytes(model)
 
 
-def test_few_tokens_behind_a_long_text_attend_to_latents_as_they_are(
+def test_few_tokens_after_a_long_text_attend_to_latents_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     values = {"num_hidden_layers": 2, "kv_lora_rank": 32}

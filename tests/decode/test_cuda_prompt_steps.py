@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return tandem.load(save_tiny_checkpoint(path, request.param), dtype="float32")
 
 
-def test_prompts_of_any_length_behind_any_text_give_the_models_logits(
+def test_prompts_of_any_length_after_any_text_give_the_models_logits(
     model: Any, find_kernels: Any
 ) -> None:
     ours, theirs = pools(model, find_kernels, 2)

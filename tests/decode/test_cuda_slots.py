@@ -47,12 +47,12 @@ def test_captured_pieces_give_the_models_logits(models: dict[str, Any], name: st
     events: list[LayerExecuted] = []
     executor = runtime_in(model).executor
     executor.listeners.append(events.append)
-    rows = cuda_pool(model, PROMPTS, 20, make_capture=TwinCapture)
-    found = logits_of(rows, 2, TOKENS)
+    pool = cuda_pool(model, PROMPTS, 20, make_capture=TwinCapture)
+    found = logits_of(pool, 2, TOKENS)
     executor.listeners.clear()
-    assert rows.step.is_replaying, rows.step.why_not
+    assert pool.step.is_replaying, pool.step.why_not
     num_layers = len(runtime_in(model).store)
-    assert rows.num_segments == num_layers + 1
+    assert pool.num_segments == num_layers + 1
     # Experts run between the segments; captured results of the comparison are not used.
     assert len(events) == num_layers * (len(PROMPTS) + len(TOKENS))
     for ours, theirs in zip(
@@ -79,24 +79,24 @@ def test_a_longer_reach_and_a_larger_cache_are_captured_anew(models: dict[str, A
 
 def test_a_longer_conversation_reuses_what_the_cache_holds(models: dict[str, Any]) -> None:
     model = models["mixtral"]
-    rows = cuda_pool(model, [[40, 41, 42, 43]], 20, make_capture=TwinCapture)
-    rows.prefill()
+    pool = cuda_pool(model, [[40, 41, 42, 43]], 20, make_capture=TwinCapture)
+    pool.prefill()
     for token in TOKENS:
-        rows.decode([token])
+        pool.decode([token])
     longer = [40, 41, 42, 43, *TOKENS[:5], 99, 98]
-    rows.continue_with([longer])
-    assert rows.reused_tokens == [9]
+    pool.continue_with([longer])
+    assert pool.reused_tokens == [9]
     fresh = cuda_pool(model, [longer], 20)
-    torch.testing.assert_close(rows.prefill(), fresh.prefill(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(rows.decode([77]), fresh.decode([77]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pool.prefill(), fresh.prefill(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pool.decode([77]), fresh.decode([77]), rtol=1e-4, atol=1e-4)
 
 
 def test_a_kv_cache_that_cannot_grow_goes_on_as_it_is(
     models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = cuda_pool(models["mixtral"], [[40, 41, 42]], 4)
-    rows.prefill()
-    expected, capacity, zeros = rows.decode([50]).clone(), rows.cache.capacity, torch.zeros
+    pool = cuda_pool(models["mixtral"], [[40, 41, 42]], 4)
+    pool.prefill()
+    expected, capacity, zeros = pool.decode([50]).clone(), pool.cache.capacity, torch.zeros
     made = []
 
     def scarce(*args: Any, **options: Any) -> torch.Tensor:
@@ -108,17 +108,17 @@ def test_a_kv_cache_that_cannot_grow_goes_on_as_it_is(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", scarce)
         with pytest.raises(CapacityError, match=f"1 slots of {2 * capacity} tokens"):
-            rows.cache.reserve(capacity + 1)
-    assert rows.cache.capacity == capacity
-    rows.continue_with([[40, 41, 42, 50, 51]])
-    rows.cache.lengths[0] = 3
-    torch.testing.assert_close(rows.decode([50]), expected)
+            pool.cache.reserve(capacity + 1)
+    assert pool.cache.capacity == capacity
+    pool.continue_with([[40, 41, 42, 50, 51]])
+    pool.cache.lengths[0] = 3
+    torch.testing.assert_close(pool.decode([50]), expected)
 
 
 def test_the_memory_that_lacks_is_named(
     models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, zeros = cuda_pool(models["mixtral"], [[40, 41, 42]], 4), torch.zeros
+    pool, zeros = cuda_pool(models["mixtral"], [[40, 41, 42]], 4), torch.zeros
 
     def scarce(shape: Any, **options: Any) -> torch.Tensor:
         if shape == (5,):  # a layer's addresses
@@ -127,7 +127,7 @@ def test_the_memory_that_lacks_is_named(
 
     monkeypatch.setattr(torch, "zeros", scarce)
     with pytest.raises(CapacityError, match="no memory for 40 B of sequence slots"):
-        rows.prefill()
+        pool.prefill()
 
 
 def test_rows_that_nobody_has_any_more_make_room_before_experts_do(
@@ -137,8 +137,8 @@ def test_rows_that_nobody_has_any_more_make_room_before_experts_do(
     earlier = cuda_pool(model, PROMPTS, 4, make_capture=TwinCapture)
     logits_of(earlier, 2, TOKENS)
     held = weakref.ref(earlier)
-    rows = cuda_pool(model, [[40, 41, 42]], 4)
-    rows.cache._make_room = lambda: pytest.fail("experts were to make room")
+    pool = cuda_pool(model, [[40, 41, 42]], 4)
+    pool.cache._make_room = lambda: pytest.fail("experts were to make room")
 
     def scarce(*args: Any, **options: Any) -> torch.Tensor:
         if held() is not None:
@@ -149,7 +149,7 @@ def test_rows_that_nobody_has_any_more_make_room_before_experts_do(
     try:
         del earlier
         monkeypatch.setattr(torch, "zeros", scarce)
-        rows.prefill()
+        pool.prefill()
     finally:
         gc.enable()
     assert held() is None

@@ -1,4 +1,4 @@
-"""Tests of layers routed by token in captured steps on CPU twins: experts are copied ahead."""
+"""Tests of layers routed by token in captured steps on CPU twins: experts are prefetched."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def on_twins(
     with interpreted():
         observed = dataclasses.replace(observe(model, runtime), options=config)
         if ahead is not None:
-            observed = dataclasses.replace(observed, asked_routers=ahead.for_graphs())
+            observed = dataclasses.replace(observed, look_ahead_routers=ahead.for_graphs())
         assert observed.why_planned() is None
         executor = executor_on_twins(observed, library)
         runtime.use(executor)
@@ -78,12 +78,12 @@ def test_experts_that_tokens_choose_are_copied_ahead(tmp_path: Path) -> None:
     expected, statistics = expected_of(model, prompts(2)), CacheStatistics()
     events = list[LayerExecuted]()
     with on_twins(model, tmp_path) as executor:
-        rows = cuda_pool(model, prompts(2), 30, make_capture=TwinCapture)
-        assert_alike(logits_of(rows, 2, TOKENS), expected)
-        assert rows.step.is_replaying, rows.step.why_not
+        pool = cuda_pool(model, prompts(2), 30, make_capture=TwinCapture)
+        assert_alike(logits_of(pool, 2, TOKENS), expected)
+        assert pool.step.is_replaying, pool.step.why_not
         executor.listeners += [statistics, events.append]
         for token in TOKENS[:4]:
-            rows.decode([token + 1, token + 2])
+            pool.decode([token + 1, token + 2])
     before = [copy for event in events for copy in event.step_copies]
     assert {copy.layer for copy in before} == {0, 1}
     assert statistics.prefetch_issued >= len(before) > 4
@@ -107,14 +107,14 @@ def test_a_captured_step_asks_the_routers_that_tokens_do_not_decide(tmp_path: Pa
     assert isinstance(ahead, LookAhead)
     with on_twins(model, tmp_path, ahead, look_ahead=True) as executor:
         executor.listeners.append(events.append)
-        rows = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
-        assert_alike(logits_of(rows, 1, TOKENS), expected)
-        assert rows.step.is_replaying, rows.step.why_not
-        assert rows.num_segments == 1
+        pool = cuda_pool(model, prompts(1), 30, make_capture=TwinCapture)
+        assert_alike(logits_of(pool, 1, TOKENS), expected)
+        assert pool.step.is_replaying, pool.step.why_not
+        assert pool.num_segments == 1
         steps, routers = steps_of(executor), find_routers(model, runtime.bound)
         assert not isinstance(routers, str)
-        wanted = routers[2].choose(steps.heard[1] + ahead.residuals.means[1]).tolist()
-        assert sorted(steps.guess_of(1, 1)[0]) == sorted(wanted[0])
+        chosen = routers[2].choose(steps.router_inputs[1] + ahead.residuals.means[1]).tolist()
+        assert sorted(steps.guess_of(1, 1)[0]) == sorted(chosen[0])
         assert set(steps.guess_of(1, 0)[0]) == {0}  # nothing has been published
     ahead.close()
     copied = {copy.layer for event in events if event.plan for copy in event.plan.prefetch}

@@ -80,15 +80,15 @@ def test_a_model_that_fits_the_device_is_captured_whole(
     events: list[LayerExecuted] = []
     runtime.use(executor)
     try:
-        rows = cuda_pool(model, PROMPTS, 20, make_capture=TwinCapture)
-        found = logits_of(rows, 2, TOKENS)
+        pool = cuda_pool(model, PROMPTS, 20, make_capture=TwinCapture)
+        found = logits_of(pool, 2, TOKENS)
         executor.listeners.append(events.append)
         for token in (70, 80):
-            rows.decode([token] * len(PROMPTS))
+            pool.decode([token] * len(PROMPTS))
         num_layers = len(runtime.store)
         assert [event.layer for event in events] == [*range(num_layers)] * 2  # a step late
-        rows.continue_with([[40, 41, 42, 43]] * 2)
-        rows.pool._steps.report()
+        pool.continue_with([[40, 41, 42, 43]] * 2)
+        pool.pool._steps.report()
         assert [event.layer for event in events] == [*range(num_layers)] * 3
         for event in events:
             assert event.plan is not None
@@ -97,8 +97,8 @@ def test_a_model_that_fits_the_device_is_captured_whole(
         assert busy
     finally:
         runtime.use(before)
-    assert rows.step.is_replaying, rows.step.why_not
-    assert rows.num_segments == 1
+    assert pool.step.is_replaying, pool.step.why_not
+    assert pool.num_segments == 1
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
@@ -124,16 +124,16 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
         return True
 
     try:
-        rows = cuda_pool(model, PROMPTS, 40, make_capture=TwinCapture)
-        monkeypatch.setattr(rows.pool, "_make_room", make_room)
-        rows.prefill()
+        pool = cuda_pool(model, PROMPTS, 40, make_capture=TwinCapture)
+        monkeypatch.setattr(pool.pool, "_make_room", make_room)
+        pool.prefill()
         pieces = []
         for step in range(18):
             layers.have_arrived = step >= 6
             if step == 12:
                 cache.engine = object()  # as for a new size
-            rows.decode([50 + step] * len(PROMPTS))
-            pieces.append(rows.num_segments)
+            pool.decode([50 + step] * len(PROMPTS))
+            pieces.append(pool.num_segments)
         # Slots that shrink the cache in the middle of a step drop its segments.
         right, failures = GraphedLayers.end_step, iter([True])
 
@@ -143,9 +143,9 @@ def test_pieces_follow_what_is_resident_and_how_many_slots_there_are(
             right(self)
 
         monkeypatch.setattr(GraphedLayers, "end_step", scarce)
-        assert rows.step.is_replaying
-        rows.decode([50] * len(PROMPTS))
-        assert rows.num_segments == 0
+        assert pool.step.is_replaying
+        pool.decode([50] * len(PROMPTS))
+        assert pool.num_segments == 0
     finally:
         runtime.use(before)
     assert pieces == [0, 0, 5, 5, 5, 5, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]

@@ -34,10 +34,10 @@ def pool(model: Any, threads: CpuThreads, request: pytest.FixtureRequest) -> Any
     return CudaSlotPool(model, 4, make_capture=TwinCapture)
 
 
-def alone(model: Any, prompt: list[int], said: list[int]) -> Tensor:
+def alone(model: Any, prompt: list[int], continuation: list[int]) -> Tensor:
     """Return Transformers' logits of a prompt and of each token after it."""
     batch = PaddedBatch(model, [prompt], 0)
-    return torch.stack([batch.prefill()[0], *(batch.decode([token])[0] for token in said)])
+    return torch.stack([batch.prefill()[0], *(batch.decode([token])[0] for token in continuation)])
 
 
 @every_isa
@@ -45,24 +45,24 @@ def test_prompts_in_chunks_and_replayed_steps(model: Any, pool: Any) -> None:
     pool.prefill({0: PROMPTS[0][:1]})
     pool.prefill({0: PROMPTS[0][1:66]})
     found = [pool.prefill({0: PROMPTS[0][66:], 1: PROMPTS[1], 2: PROMPTS[2]}).clone()]
-    said = [[35 + 11 * i % 90, 40 + i, 90 - i] for i in range(8)]
-    found += [pool.decode(dict(enumerate(tokens))).clone() for tokens in said]
+    steps = [[35 + 11 * i % 90, 40 + i, 90 - i] for i in range(8)]
+    found += [pool.decode(dict(enumerate(tokens))).clone() for tokens in steps]
     assert pool.step.is_replaying, pool.step.why_not
     for slot, prompt in enumerate(PROMPTS):
         ours = torch.stack([logits[slot] for logits in found])
-        close(ours, alone(model, prompt, [tokens[slot] for tokens in said]))
+        close(ours, alone(model, prompt, [tokens[slot] for tokens in steps]))
 
 
 def test_steps_by_the_kernels_of_a_gpu(find_kernels: Any) -> None:
     """Slots of different lengths, one beyond the extent, in Triton's interpreter."""
     model: Any = build_tiny_model("inkling", values={**VALUES, "rel_extent": 5})
     pool = CudaSlotPool(model, 2, find_kernels=find_kernels)
-    prompts, said = [PROMPTS[0][:7], PROMPTS[1]], [[90, 40], [91, 41]]
+    prompts, steps = [PROMPTS[0][:7], PROMPTS[1]], [[90, 40], [91, 41]]
     found = [pool.prefill(dict(enumerate(prompts))).clone()]
-    found += [pool.decode(dict(enumerate(tokens))).clone() for tokens in said]
+    found += [pool.decode(dict(enumerate(tokens))).clone() for tokens in steps]
     for slot, prompt in enumerate(prompts):
         ours = torch.stack([logits[slot] for logits in found])
-        close(ours, alone(model, prompt, [tokens[slot] for tokens in said]))
+        close(ours, alone(model, prompt, [tokens[slot] for tokens in steps]))
 
 
 @every_isa

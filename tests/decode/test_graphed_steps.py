@@ -82,7 +82,7 @@ def test_what_is_not_cut_runs_once_before_it_is_captured() -> None:
             seen.append(len(captures))
             return hidden * 2
 
-        def hear(self, layer: int, hidden: torch.Tensor) -> bool:
+        def take_router_input(self, layer: int, hidden: torch.Tensor) -> bool:
             return False
 
         def around(self) -> AbstractContextManager[None]:

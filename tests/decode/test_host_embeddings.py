@@ -34,9 +34,9 @@ def test_a_captured_step_reads_the_rows_that_the_host_brings(tmp_path: Path, nam
     model, other = on_host(save_tiny_checkpoint(tmp_path / "tiny", name))
     is_tied = model.config.get_text_config().tie_word_embeddings
     assert isinstance(other.get_input_embeddings(), HostEmbedding) == (not is_tied)
-    rows = cuda_pool(other, PROMPTS, 20, make_capture=TwinCapture)
-    found = logits_of(rows, 2, TOKENS)
-    assert rows.step.is_replaying, rows.step.why_not
+    pool = cuda_pool(other, PROMPTS, 20, make_capture=TwinCapture)
+    found = logits_of(pool, 2, TOKENS)
+    assert pool.step.is_replaying, pool.step.why_not
     expected = logits_of(PaddedBatch(model, PROMPTS, 0), 2, TOKENS)
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 

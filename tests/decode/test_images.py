@@ -97,7 +97,7 @@ def test_other_images_are_another_beginning(one_model: Any, threads: CpuThreads)
     assert num_shared(pool.held(0), other.keys) == 12
 
 
-def test_a_conversation_goes_on_behind_its_images(one_model: Any, threads: CpuThreads) -> None:
+def test_a_conversation_goes_on_after_its_images(one_model: Any, threads: CpuThreads) -> None:
     turns: list[int | tuple[int, int]] = [50, 51, 22, (2, 2), 23, 52]
     before, whole = (image_prompt(one_model, [*TWO_IMAGES, *more]) for more in ([], turns))
     pool, fresh = (CpuSlotPool(one_model, threads, 2) for _ in range(2))

@@ -83,10 +83,10 @@ def test_rows_go_on_from_what_their_windows_still_reach(threads: CpuThreads) -> 
     prompt = tokens_of(3, 40)
     slots = cpu_pool(model, threads, [prompt])
     slots.prefill()
-    said = tokens_of(4, 150)
-    for token in said:
+    decoded = tokens_of(4, 150)
+    for token in decoded:
         slots.decode([token])
-    held = prompt + said
+    held = prompt + decoded
     for shared, reused in ((len(held) - 10, len(held) - 10), (60, 0)):
         again = held[:shared] + tokens_of(5, 12)
         slots.continue_with([again])
@@ -109,8 +109,8 @@ def test_borrowed_rows_copy_what_windows_keep(threads: CpuThreads) -> None:
     alone = CpuSlotPool(model, threads, 1)
     alone.prefill({0: tokens[:190]})
     for i in range(8):
-        got, wanted = pool.decode({0: 40, 2: 50 + i}), alone.decode({0: 50 + i})
-        torch.testing.assert_close(got[1], wanted[0], rtol=1e-3, atol=1e-3)
+        got, expected = pool.decode({0: 40, 2: 50 + i}), alone.decode({0: 50 + i})
+        torch.testing.assert_close(got[1], expected[0], rtol=1e-3, atol=1e-3)
     pool.keep(2, 0)
     torch.testing.assert_close(
         pool.prefill({2: tokens[:50]}), CpuSlotPool(model, threads, 1).prefill({0: tokens[:50]}),

@@ -157,5 +157,5 @@ def test_what_is_kept_is_read_back(kv_dtype: str, dim: int, threads: CpuThreads)
     for first, count in [(0, 75), (0, 1), (16, 50), (64, 11)]:
         found = kept_keys(layer, 1, first, count).float()
         rounding = {"fp32": 0, "bf16": 2**-8, "int8": float(keys.abs().max()) / 127}[kv_dtype]
-        wanted = keys[0, first : first + count]
-        torch.testing.assert_close(found, wanted, rtol=rounding, atol=rounding)
+        expected = keys[0, first : first + count]
+        torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)

@@ -28,7 +28,7 @@ from tests.decode.twin_capture import TwinCapture
 from tests.hf.tiny import byte_tokenizer
 
 # Names beside the layer, and where the layer is, by architecture.
-BEHIND = ("model.layers.{}.", {"fc": "eh_proj", "norm": "shared_head.norm"})
+NUMBERED = ("model.layers.{}.", {"fc": "eh_proj", "norm": "shared_head.norm"})
 UNDER = ("mtp.layers.{}.", {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"})
 IN_EACH = (
     "model.mtp.layers.{}.",
@@ -36,8 +36,8 @@ IN_EACH = (
 )
 FULL = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "deepseek_v3": (BEHIND, {"first_k_dense_replace": 1}),
-    "glm4_moe": (BEHIND, {"first_k_dense_replace": 1}),
+    "deepseek_v3": (NUMBERED, {"first_k_dense_replace": 1}),
+    "glm4_moe": (NUMBERED, {"first_k_dense_replace": 1}),
     "mellum": (
         UNDER,
         {
@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "bailing_hybrid": (
-        BEHIND,
+        NUMBERED,
         {**FULL, "num_mtp_layers": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
     "mimo_v2_flash": (
@@ -92,12 +92,12 @@ class WithMtp:
         if prefix == UNDER[0]:  # tensors beside them are shared
             self.parts = self.parts[:1] * num_layers
         for depth, parts in enumerate(self.parts):
-            at = prefix.format(2 + depth if prefix == BEHIND[0] else depth)
+            at = prefix.format(2 + depth if prefix == NUMBERED[0] else depth)
             own = f"model.layers.{2 + depth}."
             tensors = {key.replace(own, at): x for key, x in tensors.items()}
-            beside = "mtp." if prefix == UNDER[0] else at
+            shared_prefix = "mtp." if prefix == UNDER[0] else at
             for part, module in parts.items():
-                tensors[f"{beside}{names.get(part, part)}.weight"] = module.weight.detach()
+                tensors[f"{shared_prefix}{names.get(part, part)}.weight"] = module.weight.detach()
         if prefix == IN_EACH[0]:
             there = names["post_attention_layernorm"]
             tensors = {
@@ -288,8 +288,8 @@ def test_a_part_of_the_head_drafts(dtype: str) -> None:
 
 
 def test_layouts() -> None:
-    beside = ["eh_proj", "enorm", "hnorm", "shared_head.norm"]
-    names = [f"model.layers.61.{part}.weight" for part in [*beside, "mlp.gate", "embed_tokens"]]
+    joining = ["eh_proj", "enorm", "hnorm", "shared_head.norm"]
+    names = [f"model.layers.61.{part}.weight" for part in [*joining, "mlp.gate", "embed_tokens"]]
     (found,) = mtp_names([*names, "model.layers.60.mlp.gate.weight"], 61)
     assert found["model.layers.61.mlp.gate.weight"] == "model.layers.0.mlp.gate.weight"
     assert set(found.values()) == {
@@ -315,16 +315,16 @@ def test_a_step_on_a_gpu_tells_what_the_head_reads(
         CpuSlotPool(model, two_threads(), 1, notes_hidden=True),
         CudaSlotPool(model, 1, make_capture=TwinCapture, notes_hidden=True),
     ]
-    heard: list[list[tuple[int, int, Tensor]]] = [[], []]
-    for pool, calls in zip(pools, heard, strict=True):
+    calls_of_pools: list[list[tuple[int, int, Tensor]]] = [[], []]
+    for pool, calls in zip(pools, calls_of_pools, strict=True):
         pool.on_hidden = lambda *call, calls=calls: calls.append((*call[:2], call[2].clone()))
         pool.prefill({0: IDS})
         for _ in range(5):
             pool.verify({0: [40, 41, 42]})
             pool.keep(0, len(pool.held(0)) - 1)
         assert pool.step.is_replaying, pool.step.why_not
-    assert len(heard[0]) == 6
-    for (_, first, ours), (_, expected_first, theirs) in zip(*heard, strict=True):
+    assert len(calls_of_pools[0]) == 6
+    for (_, first, ours), (_, expected_first, theirs) in zip(*calls_of_pools, strict=True):
         assert first == expected_first
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
     (expected,) = Generator(model, speculate="none").generate([IDS], max_new_tokens=12)

@@ -37,7 +37,7 @@ RELEASED = {
     "self_attn.": "attn.",
     "mlp.down_proj.": "mlp.w2_md.",
 }
-BESIDE = {
+JOINING = {
     "eh_proj.": "input_proj.",
     "enorm.": "embed_norm.",
     "hnorm.": "hidden_norm.",
@@ -117,7 +117,7 @@ class WithMtp:
 
 
 def _released_name(name: str) -> str:
-    for table in (BESIDE, RELEASED):
+    for table in (JOINING, RELEASED):
         for own, released in table.items():
             name = name.replace(own, released)
     return name

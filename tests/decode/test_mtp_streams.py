@@ -211,11 +211,11 @@ def test_a_layout_that_drafts_blocks_is_named(tmp_path: Path) -> None:
 
 
 def test_layouts() -> None:
-    beside = ["e_proj.weight", "h_proj.weight", "enorm.weight", "hnorm.weight", "norm.weight"]
-    names = [f"mtp.0.{part}" for part in [*beside, "hc_head_fn", "attn.wq_a.weight"]]
+    joining = ["e_proj.weight", "h_proj.weight", "enorm.weight", "hnorm.weight", "norm.weight"]
+    names = [f"mtp.0.{part}" for part in [*joining, "hc_head_fn", "attn.wq_a.weight"]]
     (found,) = mtp_names(names, 43)
     assert found["mtp.0.attn.wq_a.weight"] == "model.layers.0.attn.wq_a.weight"
     assert found["mtp.0.hc_head_fn"] == "model.hc_head.hc_fn"
-    assert {found[f"mtp.0.{part}"] for part in beside} == set(beside)
+    assert {found[f"mtp.0.{part}"] for part in joining} == set(joining)
     assert mtp_names(names[1:], 43) == []
     assert len(mtp_names([*names, *(name.replace(".0.", ".1.") for name in names)], 43)) == 2

@@ -26,10 +26,10 @@ TOKENS = [50, 61, 72, 83, 94, 105, 116, 41]
 
 
 def step_logits(model: Any, prompts: list[list[int]], *, has_replay: bool) -> list[torch.Tensor]:
-    rows = cpu_pool(model, two_threads(), prompts, has_replay=has_replay)
-    logits = [rows.prefill()]
-    logits += [rows.decode([token] * len(prompts)).clone() for token in TOKENS]
-    assert rows.step.is_replaying is has_replay, rows.step.why_not
+    pool = cpu_pool(model, two_threads(), prompts, has_replay=has_replay)
+    logits = [pool.prefill()]
+    logits += [pool.decode([token] * len(prompts)).clone() for token in TOKENS]
+    assert pool.step.is_replaying is has_replay, pool.step.why_not
     return logits
 
 
@@ -133,23 +133,23 @@ def test_replayed_experts_equal_the_executors_and_are_counted(packed: Any) -> No
     counts = []
     logits = []
     for has_replay in (True, False):
-        rows = cpu_pool(packed, two_threads(), prompts, has_replay=has_replay)
-        rows.prefill()
+        pool = cpu_pool(packed, two_threads(), prompts, has_replay=has_replay)
+        pool.prefill()
         for token in TOKENS[:5]:
-            rows.decode([token, token + 1])
+            pool.decode([token, token + 1])
         statistics = ExpertStatistics()
         runtime_in(packed).executor.listeners.append(statistics)
-        logits.append(rows.decode([TOKENS[5]] * 2).clone())
+        logits.append(pool.decode([TOKENS[5]] * 2).clone())
         runtime_in(packed).executor.listeners.remove(statistics)
-        assert rows.step.is_replaying is has_replay
+        assert pool.step.is_replaying is has_replay
         counts.append(statistics)
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
     assert counts[0] == counts[1]
     assert counts[0].expert_rows > 0
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_forced_routing_is_replayed_in_programs(packed: Any, num_rows: int) -> None:
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_a_forced_routing_is_replayed_in_programs(packed: Any, num_sequences: int) -> None:
     runtime, text = runtime_in(packed), packed.config
     inner, layers = runtime.executor, len(runtime.store)
     num_experts = runtime.store[0].arrivals.num_experts
@@ -163,7 +163,7 @@ def test_a_forced_routing_is_replayed_in_programs(packed: Any, num_rows: int) ->
         weights=random.random(experts.shape).astype(np.float16),
         seq_offsets=np.array([0, 50]),
     )
-    prompts = [[40, 41, 42]] * num_rows
+    prompts = [[40, 41, 42]] * num_sequences
     free = step_logits(packed, prompts, has_replay=True)
     try:
         runtime.use(ForcedRouting(inner, trace))
@@ -185,19 +185,19 @@ def test_another_executor_is_recorded_anew(packed: Any) -> None:
             Counting.calls += 1
             return super().execute(*args)
 
-    rows = cpu_pool(packed, two_threads(), [[40, 41, 42]])
-    rows.prefill()
+    pool = cpu_pool(packed, two_threads(), [[40, 41, 42]])
+    pool.prefill()
     for token in TOKENS:
-        rows.decode([token])
+        pool.decode([token])
     runtime = runtime_in(packed)
     before = runtime.executor
     runtime.use(Counting(before.store))
     try:
         for token in TOKENS:
-            rows.decode([token])
-        assert rows.step.is_replaying
+            pool.decode([token])
+        assert pool.step.is_replaying
         so_far = Counting.calls
-        rows.decode([50])
+        pool.decode([50])
         assert Counting.calls > so_far  # a subclass is not treated as CpuExecutor
     finally:
         runtime.use(before)
@@ -205,11 +205,11 @@ def test_another_executor_is_recorded_anew(packed: Any) -> None:
 
 def test_routers_in_fp32_of_bf16_models_are_native_too() -> None:
     model: Any = build_tiny_model("deepseek_v2").to(torch.bfloat16)
-    rows = cpu_pool(model, two_threads(), [[40, 41, 42]])
-    rows.prefill()
+    pool = cpu_pool(model, two_threads(), [[40, 41, 42]])
+    pool.prefill()
     for token in TOKENS:
-        rows.decode([token])
-    recorded = rows.step.recording
+        pool.decode([token])
+    recorded = pool.step.recording
     assert isinstance(recorded, RecordedGraph)
     names = [operation.name for operation, _ in recorded.profile(1)]
     assert "dense" in names

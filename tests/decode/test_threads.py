@@ -55,8 +55,8 @@ def test_another_threads_generate_is_transformers_own(
     alone = tandem.Generator(model).generate([PROMPT], max_new_tokens=NUM_NEW)[0]
     gate = Gate(lambda: by_transformers(model))
     monkeypatch.setattr(attention, "attention_forward", gate)
-    beside = tandem.Generator(model).generate([PROMPT], max_new_tokens=NUM_NEW)[0]
+    meanwhile = tandem.Generator(model).generate([PROMPT], max_new_tokens=NUM_NEW)[0]
     ((tokens, logits),) = gate.answers
     assert tokens == expected_tokens
     assert torch.equal(logits, expected_logits)
-    assert beside.token_ids == alone.token_ids
+    assert meanwhile.token_ids == alone.token_ids

@@ -1,4 +1,4 @@
-"""Tests of layers routed by token in planned steps and prompts: experts are copied ahead."""
+"""Tests of layers routed by token in planned steps and prompts: experts are prefetched."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def ahead_of_known(event: LayerExecuted) -> list[Copy]:
 def test_planned_steps_and_prompts_fetch_exactly_what_their_tokens_choose(
     tmp_path: Path, *, look_ahead: bool
 ) -> None:
-    """Results are bit-identical. Later layers copy ahead only predicted experts."""
+    """Results are bit-identical. Later layers prefetch only predicted experts."""
     values: dict[str, Any] = {
         "n_routed_experts": 32, "num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 4,
         "mlp_layer_types": ["hash_moe"] * HASHED + ["moe"],

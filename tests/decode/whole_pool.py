@@ -84,9 +84,9 @@ def gpu_pool(
     return WholePool(pool, prompts)
 
 
-def logits_of(rows: Any, num_rows: int, tokens: Sequence[int]) -> list[Tensor]:
+def logits_of(pool: Any, num_sequences: int, tokens: Sequence[int]) -> list[Tensor]:
     """Return the logits of prompts, and of tokens that all sequences get after them."""
-    return [rows.prefill().clone(), *(rows.decode([t] * num_rows).clone() for t in tokens)]
+    return [pool.prefill().clone(), *(pool.decode([t] * num_sequences).clone() for t in tokens)]
 
 
 def close(actual: Tensor, expected: Tensor, most: float = 1e-5) -> None:

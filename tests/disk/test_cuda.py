@@ -227,17 +227,17 @@ def test_pinned_slots_keep_their_memory(may_pin: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("num_rows", [1, 2, 8])
-def test_captured_steps_wait_for_the_disk(num_rows: int, share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_captured_steps_wait_for_the_disk(size: int, share: float, tmp_path: Path) -> None:
     store, in_memory = make_store(), make_store()
     slots = put_on_disk(store, tmp_path / "experts", share)
     slots.native.fail(0, 3, 0.01)  # some come later
-    machine = TwinMachine(store, num_rows, num_slots=4, most_delay=50)
+    machine = TwinMachine(store, size, num_slots=4, most_delay=50)
     for slot, key in enumerate((0, 5, 9, 12)):
         machine.copy(*divmod(key, GEOMETRY.num_experts), slot)
-    generator = torch.Generator().manual_seed(num_rows)
+    generator = torch.Generator().manual_seed(size)
     for padding in (0.0, 0.0, 0.3, 0.0):
-        check(machine, in_memory, random_step(num_rows, generator, padding=padding))
+        check(machine, in_memory, random_step(size, generator, padding=padding))
     records = machine.coordinator.records()
     assert [record[4] > 0 for record in records] == [True] * GEOMETRY.num_layers
     assert slots.statistics().misses > 0
@@ -286,17 +286,17 @@ def test_a_read_that_takes_too_long_gives_a_captured_step_up(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [(CUT, "ends before"), (DAMAGED, "other bytes"), (errno.EIO, "Input/output error")],
 )
 def test_a_failed_read_loses_a_captured_step_in_a_sentence(
-    error: int, said: str, tmp_path: Path
+    error: int, message: str, tmp_path: Path
 ) -> None:
     store, in_memory = make_store(), make_store()
     slots = put_on_disk(store, tmp_path / "experts", 0.4)
     machine, generator = TwinMachine(store, 1), torch.Generator().manual_seed(0)
     slots.native.fail(error, 1, 0.0)
-    with pytest.raises(_native.StepLostError, match=said):
+    with pytest.raises(_native.StepLostError, match=message):
         machine.run(random_step(1, generator))
     slots.native.fail(0, 0, 0.0)
     for _ in range(3):
@@ -304,7 +304,7 @@ def test_a_failed_read_loses_a_captured_step_in_a_sentence(
     machine.close()
 
 
-def test_a_failed_read_of_a_copy_is_said_and_its_step_is_right(tmp_path: Path) -> None:
+def test_a_failed_read_of_a_copy_is_reported_and_its_step_is_right(tmp_path: Path) -> None:
     store, in_memory = make_store(), make_store()
     slots = put_on_disk(store, tmp_path / "experts", 0.0)
     machine = TwinMachine(store, 1, num_slots=1)

@@ -19,19 +19,19 @@ CUT, DAMAGED = -1, -2  # of a read, as csrc/disk/reader_pool.hpp numbers them
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [(CUT, "ends before"), (DAMAGED, "other bytes"), (errno.EIO, "Input/output error")],
 )
 @pytest.mark.parametrize("piece_bytes", [4096, 512 << 10])
 def test_a_failed_read_is_a_sentence_and_the_next_request_is_right(
-    packed: Path, in_memory: Any, error: int, said: str, piece_bytes: int,
+    packed: Path, in_memory: Any, error: int, message: str, piece_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("tandem.experts.cache.host_slots._PIECE_BYTES", piece_bytes)
     model = with_share(packed, 0.3)
     with torch.inference_mode():
         slots_of(model).native.fail(error, 2, 0.0)
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             model(ids(40))
         slots_of(model).native.fail(0, 0, 0.0)
         assert torch.equal(model(ids(40)).logits, in_memory(ids(40)).logits)

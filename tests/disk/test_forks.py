@@ -18,7 +18,7 @@ from tests.disk.loading import ids, slots_of, with_share
 from tests.disk.test_row_reader import read, table
 from tests.programs import python
 
-SAID = "was forked from the one that loaded the model"
+MESSAGE = "was forked from the one that loaded the model"
 
 
 def result_in_a_fork(work: Callable[[], object]) -> str:
@@ -39,9 +39,9 @@ def result_in_a_fork(work: Callable[[], object]) -> str:
             os._exit(0)
     os.close(writing)
     with open(reading, encoding="utf-8") as pipe:
-        said = pipe.read()
+        output = pipe.read()
     os.waitpid(child, 0)
-    return said
+    return output
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -53,11 +53,11 @@ def test_a_fork_of_a_model_over_a_disk_says_so_and_the_model_goes_on(
     native = slots_of(model).native
     with torch.inference_mode():
         model(ids(count))
-        assert SAID in result_in_a_fork(lambda: model(ids(count)))
+        assert MESSAGE in result_in_a_fork(lambda: model(ids(count)))
         assert torch.equal(model(ids(count)).logits, in_memory(ids(count)).logits)
-    assert SAID in result_in_a_fork(lambda: tandem.Generator(model).generate([5, 6, 7]))
+    assert MESSAGE in result_in_a_fork(lambda: tandem.Generator(model).generate([5, 6, 7]))
     for one in (native.counts, lambda: native.hold(0, 0), lambda: native.resident(0)):
-        assert SAID in result_in_a_fork(one)
+        assert MESSAGE in result_in_a_fork(one)
 
 
 def test_a_fork_says_so_whatever_threads_torch_has(packed: Path) -> None:
@@ -81,21 +81,21 @@ def test_a_fork_says_so_whatever_threads_torch_has(packed: Path) -> None:
         str(packed),
     )
     assert done.returncode == 0, done.stderr
-    assert SAID in done.stdout
+    assert MESSAGE in done.stdout
     assert done.stdout.splitlines()[-1] == "0", done.stderr
 
 
 @pytest.mark.parametrize("options", [{}, {"expert_memory": "1GB"}], ids=["memory", "disk"])
 def test_a_model_ends_in_a_fork(packed: Path, options: dict[str, Any]) -> None:
     models = [tandem.load(packed, threads=4, **options)]
-    gone = weakref.ref(models[0])
+    reference = weakref.ref(models[0])
     with torch.inference_mode():
         models[0](ids(9))
 
     def end() -> None:
         models.clear()
         gc.collect()
-        assert gone() is None
+        assert reference() is None
 
     assert result_in_a_fork(end) == "done"
     with torch.inference_mode():
@@ -105,6 +105,6 @@ def test_a_model_ends_in_a_fork(packed: Path, options: dict[str, Any]) -> None:
 def test_rows_are_not_read_in_a_fork(tmp_path: Path) -> None:
     rows = torch.randint(0, 256, (300, 64), dtype=torch.uint8)
     tables = table(tmp_path / "rows", rows)
-    assert SAID in result_in_a_fork(lambda: read(tables, rows, torch.arange(9)))
+    assert MESSAGE in result_in_a_fork(lambda: read(tables, rows, torch.arange(9)))
     assert result_in_a_fork(tables.close) == "done"
     assert torch.equal(read(tables, rows, torch.arange(9)), rows[:9])

@@ -13,7 +13,7 @@ from tandem.core.errors import TandemWarning
 from tests.disk.loading import packed_model, slots_of
 
 MEMORY = Path("/dev/shm")
-SAID = "cannot bypass the page cache"
+MESSAGE = "cannot bypass the page cache"
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,9 @@ def in_memory(packed: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(not MEMORY.is_dir(), reason="no file system in memory here")
-def test_reads_that_are_buffered_in_silence_are_said(in_memory: Path) -> None:
+def test_reads_that_are_buffered_in_silence_are_reported(in_memory: Path) -> None:
     ids = torch.arange(4, 60)[None]
-    with pytest.warns(TandemWarning, match=SAID):
+    with pytest.warns(TandemWarning, match=MESSAGE):
         model = tandem.load(in_memory, expert_memory="400KB")
     assert not slots_of(model).is_direct
     expected = tandem.load(in_memory)
@@ -48,7 +48,7 @@ def test_a_file_system_is_tried_once(packed: Path, monkeypatch: pytest.MonkeyPat
         return "silently buffered"
 
     monkeypatch.setattr("tandem.hf.disk_tier.how_reads_go", silently_buffered)
-    with pytest.warns(TandemWarning, match=SAID):
+    with pytest.warns(TandemWarning, match=MESSAGE):
         model = tandem.load(packed, expert_memory="400KB")
     assert len(tried) == 1
     assert not slots_of(model).is_direct

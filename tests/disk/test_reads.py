@@ -99,9 +99,9 @@ def check_reads(
     slots.native.note_on_device(b"".join(on_device))
     num_shared = len(slots.memory[-1]) - HELD_SLOTS
     had = [set(slots.native.resident(load.layer)) for load in loads]
-    wanted = {(load.layer, expert) for load in loads for expert in load.experts}
-    stays = {(layer, expert) for layer, expert in passing if layer == 0} | passing & wanted
-    shared = SharedSlots(num_shared, num_shared - len(stays), len(passing & wanted))
+    used = {(load.layer, expert) for load in loads for expert in load.experts}
+    stays = {(layer, expert) for layer, expert in passing if layer == 0} | passing & used
+    shared = SharedSlots(num_shared, num_shared - len(stays), len(passing & used))
     coming = []
     for load, has, states in zip(loads, had, on_device, strict=True):
         has = has | {expert for layer, expert in passing if layer == load.layer}

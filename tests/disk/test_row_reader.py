@@ -36,7 +36,7 @@ def test_rows_of_any_size_and_place_are_read_in_order(tmp_path: Path, row_bytes:
             read(tables, rows, torch.tensor([0, number]))
 
 
-def test_a_row_that_is_asked_for_again_is_read_once(tmp_path: Path) -> None:
+def test_a_row_that_is_requested_again_is_read_once(tmp_path: Path) -> None:
     rows = torch.randint(0, 256, (301, 320), dtype=torch.uint8)
     numbers = torch.tensor([5, 7, 5, 5, 300, 7, 0] * 50)
     tables, each_once = (table(tmp_path / name, rows) for name in ("rows", "once"))

@@ -37,11 +37,11 @@ from tests.shadow.models import (
     PROMPTS,
     TOKENS,
     assert_same,
-    cpu_says,
     in_dry_gpu,
     loaded,
+    model_outputs,
+    outputs_on_cpu,
     quick_loads,
-    said,
 )
 
 NAMES = ("qwen4_exp", "gemma4")  # n-grams in layers 1 and 3, in four parts; one table for all
@@ -198,11 +198,11 @@ def test_a_model_with_tables_on_the_disk_is_written_with_them(packed: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "message"),
     [("damage", r"has other bytes than were written"), ("cut", "cannot be read")],
 )
 def test_a_table_that_was_damaged_is_not_saved_with_a_new_sum(
-    packed: Path, tmp_path: Path, harm: str, said: str
+    packed: Path, tmp_path: Path, harm: str, message: str
 ) -> None:
     copy = shutil.copytree(packed, tmp_path / "copy")
     model = from_disk(copy)
@@ -214,7 +214,7 @@ def test_a_table_that_was_damaged_is_not_saved_with_a_new_sum(
             stream.write(bytes([last ^ 1]))
         else:
             stream.truncate()
-    with pytest.raises(ModelError, match=rf"{FILE}.* {said}"):
+    with pytest.raises(ModelError, match=rf"{FILE}.* {message}"):
         tandem.save(model, tmp_path / "again")
     assert list(tmp_path.iterdir()) == [copy]
 
@@ -259,15 +259,15 @@ def test_tables_in_the_file_of_the_dense_parts_are_found_there(
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [(CUT, "ends before"), (errno.EIO, "a row cannot be read")]
+    ("error", "message"), [(CUT, "ends before"), (errno.EIO, "a row cannot be read")]
 )
 def test_a_failed_read_is_a_sentence_and_the_next_request_is_right(
-    packed: Path, error: int, said: str
+    packed: Path, error: int, message: str
 ) -> None:
     in_memory, model = tandem.load(packed), from_disk(packed)
     with torch.inference_mode():
         native_of(model).fail(error, 3, 0.0)
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             model(ids(40))
         native_of(model).fail(0, 0, 0.0)
         assert torch.equal(model(ids(40)).logits, in_memory(ids(40)).logits)
@@ -366,13 +366,13 @@ def test_device_cuda_reads_rows_between_graph_segments(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     packed = folders["qwen4_exp"] / "packed"
-    expected = cpu_says(packed)
+    expected = outputs_on_cpu(packed)
     with shadow_gpu(), quick_loads(), ExitStack() as stack:
         with memory_of(1), pytest.warns(UserWarning, match="of tables"):
             model = stack.enter_context(loaded(packed, tmp_path))
-        assert_same(said(model, rows := gpu_pool(model, PROMPTS, len(TOKENS))), expected)
-        assert rows.step.is_replaying, rows.step.why_not
-        assert rows.num_segments == 1 + len(tables_on_disk(model)) == 3
+        assert_same(model_outputs(model, pool := gpu_pool(model, PROMPTS, len(TOKENS))), expected)
+        assert pool.step.is_replaying, pool.step.why_not
+        assert pool.num_segments == 1 + len(tables_on_disk(model)) == 3
 
 
 def test_what_a_device_does_not_hold_stays_on_the_disk(

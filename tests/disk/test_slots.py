@@ -82,7 +82,7 @@ def test_what_stays_in_memory_is_found_there(packed: Path) -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", [4096, 512 << 10])
-def test_slots_are_filled_while_nothing_is_asked_of_the_disk(
+def test_slots_are_filled_while_nothing_else_reads_the_disk(
     packed: Path, in_memory: Any, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.experts.cache.host_slots._PIECE_BYTES", piece_bytes)

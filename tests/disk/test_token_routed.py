@@ -31,11 +31,11 @@ def tables_of(model: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_what_tokens_want_is_read_before_it_is_asked_for(hashed: Path, share: float) -> None:
+def test_what_tokens_need_is_read_before_it_is_requested(hashed: Path, share: float) -> None:
     model = with_share(hashed, share)
     native = slots_of(model).native
     tokens = [40, 41]
-    wanted = [set(table[tokens].flatten().tolist()) for table in tables_of(model)]
+    expected = [set(table[tokens].flatten().tolist()) for table in tables_of(model)]
     TokenRouted(model).expect(tokens, None)
     assert native.counts().read_bytes > 0
     assert native.counts().misses == 0
@@ -43,7 +43,7 @@ def test_what_tokens_want_is_read_before_it_is_asked_for(hashed: Path, share: fl
         logits = model(torch.tensor([tokens])).logits
         assert torch.equal(logits, tandem.load(hashed)(torch.tensor([tokens])).logits)
     # All of the first layer: there are enough transit slots.
-    assert native.counts().hits >= len(wanted[0])
+    assert native.counts().hits >= len(expected[0])
 
 
 def test_steps_have_the_tokens_of_memory_and_miss_nothing_that_is_known(hashed: Path) -> None:

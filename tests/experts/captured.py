@@ -91,7 +91,7 @@ def fetching_policy(rule: str, num_slots: int, cpu: float = SLOW_CPU) -> _native
 
 
 def asking_policy(num_slots: int) -> _native.StepPolicy:
-    """Return a policy that copies ahead only what routers predict."""
+    """Return a policy that prefetches only what routers predict."""
     planner = asking_planner(num_slots)
     policy = native_step_policy(planner)
     assert policy is not None
@@ -140,7 +140,7 @@ class TwinMachine:
     def __init__(
         self,
         store: HostStore,
-        num_rows: int,
+        size: int,
         *,
         num_slots: int = 0,
         geometry: Geometry = GEOMETRY,
@@ -156,7 +156,7 @@ class TwinMachine:
         With a driver's `library` the device has its own table, updated before each step.
         """
         self.coordinator = _native.StepCoordinator(native_layers(store), num_threads, best_isa())
-        box = self.coordinator.add_mailbox(num_rows, geometry.top_k, TOKEN_DTYPES[dtype])
+        box = self.coordinator.add_mailbox(size, geometry.top_k, TOKEN_DTYPES[dtype])
         self.table = torch.zeros(geometry.num_layers, geometry.num_experts, dtype=torch.int64)
         self.seen = self.table if library is None else self.table.clone()
         link = None if library is None else _native.DriverLink(library, self.seen.data_ptr())

@@ -21,7 +21,7 @@ def main() -> int:
         POLICIES.predictions.names(),
         POLICIES.prefetches.names(),
     )
-    # Without a prediction nothing is copied ahead, and vice versa: those are equal.
+    # Without a prediction nothing is prefetched, and vice versa: those are equal.
     choices = dict.fromkeys(itertools.starmap(settings_of, itertools.product(*names)))
     for done, settings in enumerate(choices, 1):
         for num_slots, batch in itertools.product(SLOTS, BATCHES):

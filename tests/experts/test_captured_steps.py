@@ -188,24 +188,24 @@ def test_steps_of_some_rows_fetch_and_others_do_not(store: HostStore) -> None:
 def test_python_hears_of_no_layer_in_which_nothing_was_copied(
     executor: HybridExecutor, store: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, heard = executor.captured, list[int]()
+    steps, counts = executor.captured, list[int]()
     assert steps is not None
     apply = steps._apply
 
     def noted(layer: int, now: float, arrivals: list[Any], copies: list[Any], *more: Any) -> Any:
-        heard.append(len(arrivals) + len(copies))
+        counts.append(len(arrivals) + len(copies))
         return apply(layer, now, arrivals, copies, *more)
 
     monkeypatch.setattr(steps, "_apply", noted)
     for seed in range(20):
         step(executor, store, 1, seed)
-    assert all(heard)
+    assert all(counts)
     executor.resize(0)
     step(executor, store, 1, 20)
-    heard.clear()
+    counts.clear()
     for seed in range(20):
         step(executor, store, 1, seed)
-    assert not heard
+    assert not counts
 
 
 def test_decode_alone_fills_the_cache(executor: HybridExecutor, store: HostStore) -> None:

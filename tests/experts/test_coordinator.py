@@ -56,17 +56,17 @@ def check(machine: TwinMachine, store: HostStore, step: list[LayerTokens]) -> No
 @pytest.mark.every_isa
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "mxfp4"])
 @pytest.mark.parametrize("dtype", TOKEN_DTYPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 8])
-def test_bits_equal_those_of_the_cpu(name: str, dtype: torch.dtype, num_rows: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_bits_equal_those_of_the_cpu(name: str, dtype: torch.dtype, size: int) -> None:
     """None, half and all of the experts resident; full batches, padding tokens, padded choices."""
-    store, generator = make_store(expert_dtype=name), torch.Generator().manual_seed(num_rows)
-    machine = TwinMachine(store, num_rows, num_slots=NUM_EXPERTS, dtype=dtype)
+    store, generator = make_store(expert_dtype=name), torch.Generator().manual_seed(size)
+    machine = TwinMachine(store, size, num_slots=NUM_EXPERTS, dtype=dtype)
     for resident in (0, NUM_EXPERTS // 2, NUM_EXPERTS):
         keys = range(resident // 2, resident)
         for key in range(resident) if resident < NUM_EXPERTS else keys:
             machine.copy(*divmod(key, GEOMETRY.num_experts), key)
         machine.coordinator.drain_copies()
-        for num_tokens in {1, num_rows}:
+        for num_tokens in {1, size}:
             for padding in (0.0, 0.3):
                 check(machine, store, random_step(num_tokens, generator, GEOMETRY, dtype, padding))
         computed = sum(record[4] for record in machine.coordinator.records())
@@ -101,10 +101,10 @@ def test_a_thread_that_fails_loses_one_step(
             time.sleep(0.5)
 
     machine.coordinator.set_hook(fail)
-    said = "layer 1 was not answered"
+    message = "layer 1 was not answered"
     if kind == "dies":
-        said = r"has ended \(MemoryError: no memory for a list\)"
-    with pytest.raises(_native.StepLostError, match=said):
+        message = r"has ended \(MemoryError: no memory for a list\)"
+    with pytest.raises(_native.StepLostError, match=message):
         machine.run(step, patience=0.1)
     is_bad = False
     for _ in range(3):
@@ -204,14 +204,14 @@ def test_the_cpu_claims_what_a_blocked_driver_does_not_bring(store: HostStore, r
     machine.close()
 
 
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("size", [1, 2])
 def test_what_the_next_router_says_is_copied_ahead_and_computed_by_the_device(
-    store: HostStore, num_rows: int
+    store: HostStore, size: int
 ) -> None:
-    machine = TwinMachine(store, num_rows, num_slots=12, policy=asking_policy(12))
+    machine = TwinMachine(store, size, num_slots=12, policy=asking_policy(12))
     num_ahead, num_used = 0, 0
     for seed in range(20):
-        step = random_step(num_rows, torch.Generator().manual_seed(seed))
+        step = random_step(size, torch.Generator().manual_seed(seed))
         guesses = right_guesses(step)
         machine.twin.set_guesses(guesses)
         check(machine, store, step)
@@ -229,17 +229,17 @@ def test_what_the_next_router_says_is_copied_ahead_and_computed_by_the_device(
     machine.close()
 
 
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("size", [1, 2])
 def test_what_is_known_is_copied_ahead_of_a_step_and_computed_by_the_device(
-    store: HostStore, num_rows: int
+    store: HostStore, size: int
 ) -> None:
     """This also holds after a step that was given up before its first layer."""
-    machine = TwinMachine(store, num_rows, num_slots=12, policy=asking_policy(12))
+    machine = TwinMachine(store, size, num_slots=12, policy=asking_policy(12))
     for device in (machine.twin, machine.coordinator):
         device.set_dense_seconds(1e-3)
     num_ahead, num_used = 0, 0
     for seed in range(20):
-        step = random_step(num_rows, torch.Generator().manual_seed(seed))
+        step = random_step(size, torch.Generator().manual_seed(seed))
         if seed % 4 == 3:
             machine.start(step, rule=0, stops_before=0, is_known=True)
             machine.twin.join()
@@ -308,7 +308,7 @@ def test_a_slot_is_not_written_while_it_may_be_read(store: HostStore) -> None:
     machine.close()
 
 
-def test_a_copy_that_fails_is_said_and_stops_no_step(store: HostStore) -> None:
+def test_a_copy_that_fails_is_reported_and_stops_no_step(store: HostStore) -> None:
     def fail() -> None:
         raise OSError("the link broke")
 
@@ -321,7 +321,7 @@ def test_a_copy_that_fails_is_said_and_stops_no_step(store: HostStore) -> None:
 
 
 def step_with_copies(
-    machine: TwinMachine, store: HostStore, draw: random.Random, num_rows: int = 1
+    machine: TwinMachine, store: HostStore, draw: random.Random, size: int = 1
 ) -> int:
     """Run 40 steps while experts are copied into the slots; return the number of hits."""
     held: list[tuple[int, int] | None] = [None] * len(machine.slots)
@@ -335,22 +335,20 @@ def step_with_copies(
             machine.copy(layer, expert, slot, -1 if old is None else old[1])
             arrived.discard(old or (-1, -1))
             held[slot] = layer, expert
-        check(machine, store, random_step(num_rows, torch.Generator().manual_seed(seed)))
+        check(machine, store, random_step(size, torch.Generator().manual_seed(seed)))
         hits += sum(sum(record[2]) for record in machine.coordinator.records())
     return hits
 
 
-@pytest.mark.parametrize("num_rows", [1, 4])
-def test_slots_hold_what_the_table_says_in_any_interleaving(
-    store: HostStore, num_rows: int
-) -> None:
+@pytest.mark.parametrize("size", [1, 4])
+def test_slots_hold_what_the_table_says_in_any_interleaving(store: HostStore, size: int) -> None:
     """Copy experts into few slots while all delays are random."""
-    draw, num_slots = random.Random(num_rows), 6
+    draw, num_slots = random.Random(size), 6
     machine = TwinMachine(
-        store, num_rows, num_slots=num_slots, most_delay=150,
+        store, size, num_slots=num_slots, most_delay=150,
         before_copy=lambda: time.sleep(draw.random() * 2e-4),
     )  # fmt: skip
-    step_with_copies(machine, store, draw, num_rows)
+    step_with_copies(machine, store, draw, size)
     machine.close()
 
 

@@ -138,14 +138,14 @@ def test_the_twin_notices_a_forgotten_event(
         run()
 
 
-def test_a_link_is_made_slower_by_pauses_and_stays_one_lane(store: HostStore) -> None:
-    streams, link = LazyStreams(), Link(4e6, wanted=1e6)
+def test_a_link_is_made_slower_by_pauses_and_stays_one_stream(store: HostStore) -> None:
+    streams, link = LazyStreams(), Link(4e6, limit=1e6)
     executor = make_twin(store, streams, 4, SETTINGS[0], link)
     run_both(executor, store, streams)
     num_bytes = store[0].image_bytes
     assert streams.pauses
     assert streams.pauses[0] == pytest.approx(num_bytes / 1e6 - num_bytes / 4e6)
-    assert Link(1e6, wanted=4e6).pause_seconds(1000) == 0
+    assert Link(1e6, limit=4e6).pause_seconds(1000) == 0
 
 
 def test_copies_ahead_are_held_until_the_link_needs_them_and_queued_together(
@@ -187,7 +187,7 @@ def test_a_batch_that_claims_a_held_copy_has_it_queued(store: HostStore) -> None
     assert torch.equal(seen[0][: len(data)], data)
 
 
-def test_lanes_say_how_long_they_worked(store: HostStore) -> None:
+def test_processors_and_link_report_how_long_they_worked(store: HostStore) -> None:
     streams = LazyStreams(2)
     executor = make_twin(store, streams, 8, SETTINGS[1], Link(1e9))
     clock = executor.cache.clock

@@ -58,7 +58,7 @@ def test_a_refusal_is_the_drivers_code() -> None:
     assert BatchCopy(DRIVER(lambda *args: 801))([CopyEntry(1, 1, 1)], 2) == 801
 
 
-def test_the_version_is_asked_for_whose_signature_is_meant() -> None:
+def test_the_version_is_requested_whose_signature_is_meant() -> None:
     """CUDA 13 has another function of this name; dlsym returns whichever was first."""
     driver = FakeDriver()
     driver.functions["cuMemcpyBatchAsync", 12080] = DRIVER(lambda *args: 0)

@@ -69,7 +69,7 @@ def run_step(forced: ForcedRouting, num_tokens: int, device: torch.device) -> No
         forced.execute(layer, hidden, index, index.float(), FUNCTIONS)
 
 
-def test_a_steps_choices_are_brought_once_and_nobody_waits() -> None:
+def test_a_steps_choices_are_copied_once_and_nobody_waits() -> None:
     forced = ForcedRouting(Noting(), make_trace(20))
     for num_tokens in (8, 1, 1):
         with Copies() as copies:
@@ -84,6 +84,6 @@ def test_every_layer_gets_its_own_choice_of_the_traces_next_tokens() -> None:
         inner.calls.clear()
         run_step(forced, num_tokens, torch.device("cpu"))
         for call in inner.calls:
-            wanted = trace.experts[at : at + num_tokens, call.layer]
-            assert call.top_k_index.tolist() == wanted.tolist()
+            expected = trace.experts[at : at + num_tokens, call.layer]
+            assert call.top_k_index.tolist() == expected.tolist()
         at += num_tokens

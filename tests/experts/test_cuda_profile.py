@@ -136,7 +136,7 @@ def test_the_hosts_work_is_measured_and_charged_to_layers_fetches_and_cpu_expert
         host.cpu_end_seconds
     )
     assert now.link_seconds_per_expert == host.fetch_seconds
-    # Copies ahead are limited by the link's own rate.
+    # Prefetches are limited by the link's own rate.
     link = PREPARING_SECONDS / 100 / 8
     assert alone.link_seconds_per_expert == pytest.approx(link)
     assert after.link_bytes_per_second == pytest.approx(now.expert_bytes / link)
@@ -147,7 +147,7 @@ def test_steps_that_are_one_graph_have_costs_of_their_own(
 ) -> None:
     pytest.importorskip("triton")
     with interpreted():
-        streams, few = LazyStreams(is_eager=True), TrialLimits(layers=4, asked_experts=4)
+        streams, few = LazyStreams(is_eager=True), TrialLimits(layers=4, router_experts=4)
         costs = graph_costs(HostSignals(), streams, HIDDEN, 1e-6, limits=few)
         impatient = TrialLimits(layers=4, doorbell_seconds=0.01)
         with pytest.raises(RuntimeError, match="did not reach the host"):  # and nothing hangs

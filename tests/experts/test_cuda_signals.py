@@ -77,16 +77,16 @@ _TIMEOUT = 17
 _HANDLE = 40  # of a device: no index
 
 
-class AskedDriver(FakeDriver):
+class LimitedDriver(FakeDriver):
     """A driver whose second device limits the run time of kernels."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__()
         kind = ctypes.CFUNCTYPE(ctypes.c_int, _INT_POINTER, ctypes.c_int)
-        asked = ctypes.CFUNCTYPE(ctypes.c_int, _INT_POINTER, ctypes.c_int, ctypes.c_int)
+        attribute_kind = ctypes.CFUNCTYPE(ctypes.c_int, _INT_POINTER, ctypes.c_int, ctypes.c_int)
         functions = {
             "cuDeviceGet": kind(self._get),
-            "cuDeviceGetAttribute": asked(self._ask),
+            "cuDeviceGetAttribute": attribute_kind(self._ask),
         }
         self.functions = {(name, 2000): functions[name] for name in names}
 
@@ -115,5 +115,5 @@ ALL = ("cuDeviceGet", "cuDeviceGetAttribute")
 def test_a_wait_is_as_long_as_the_driver_lets_it(
     index: int, names: tuple[str, ...], seconds: float
 ) -> None:
-    assert longest_wait(index, Driver(AskedDriver(names))) == seconds
+    assert longest_wait(index, Driver(LimitedDriver(names))) == seconds
     assert seconds < PATIENCE_SECONDS

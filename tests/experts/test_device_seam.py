@@ -63,7 +63,7 @@ class WatchedDevice(EmulatedDevice):
         assert self.rows.holds(rows), "rows of the device lie elsewhere"
 
 
-def test_host_rows_are_brought_to_the_device_once_a_layer_and_added_there() -> None:
+def test_host_rows_are_copied_to_the_device_once_a_layer_and_added_there() -> None:
     store, machine, device = make_store(), make_machine(link=9.0), WatchedDevice()
     clock = Timeline(machine.profile, machine.shape)
     settings = PlannerSettings()
@@ -103,7 +103,7 @@ def test_a_batch_reads_its_own_tokens_in_their_dtype(dtype: torch.dtype, num_tok
     call = LayerCall(store[0], FUNCTIONS, routing, routing.experts)
     hidden, found = hidden.to(dtype), []
     for tokens in (hidden, hidden.float()):
-        rows = torch.zeros(routing.num_rows, tokens.shape[1])
+        rows = torch.zeros(routing.num_routed, tokens.shape[1])
         batch = call.batch(1, 3, CallSide(tokens.clone(), rows))
         others = torch.ones(num_tokens, dtype=torch.bool)
         others[batch.token.long()] = False

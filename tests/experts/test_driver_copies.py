@@ -91,27 +91,27 @@ def test_the_next_expert_is_queued_before_the_last_one_has_ended(
 
 def test_what_is_missing_is_a_sentence(library: DriverLibrary) -> None:
     library.reset(hidden="cuEventRecord")
-    for path, said in (
+    for path, message in (
         ("libnone.so.9", "cannot load libnone.so.9"),
         ("libc.so.6", "older than CUDA 12"),
         (library.path, "the driver has no cuEventRecord"),
     ):
-        with pytest.raises(RuntimeError, match=said):
+        with pytest.raises(RuntimeError, match=message):
             _native.DriverLink(path, 0)
     library.reset(has_context=False)
     with pytest.raises(RuntimeError, match="no GPU is current in this thread"):
         _native.DriverLink(library.path, 0)
 
 
-def test_a_copy_that_fails_is_said_and_stops_no_step(
+def test_a_copy_that_fails_is_reported_and_stops_no_step(
     library: DriverLibrary, store: HostStore
 ) -> None:
     library.reset(copy_code=719)
     machine = TwinMachine(store, 1, num_slots=1, library=library.path)
     machine.copy(0, 1, 0)
     machine.coordinator.drain_copies()
-    said = "cuMemcpyHtoDAsync returned 719, unspecified launch failure"
-    assert said in machine.coordinator.copy_error()
+    message = "cuMemcpyHtoDAsync returned 719, unspecified launch failure"
+    assert message in machine.coordinator.copy_error()
     check(machine, store, random_step(1, torch.Generator()))
     machine.close()
     library.reset()

@@ -83,8 +83,8 @@ def test_an_expert_takes_as_much_as_without_gaps(gapped: HostStore) -> None:
     for layer, plain in zip(gapped, make_store(), strict=True):
         assert layer.image_bytes == plain.image_bytes
         for expert in range(GEOMETRY.num_experts):
-            (found,), (wanted,) = layer.extents(expert), plain.extents(expert)
-            assert torch.equal(found.data, wanted.data)
+            (found,), (expected,) = layer.extents(expert), plain.extents(expert)
+            assert torch.equal(found.data, expected.data)
             assert found.data.is_contiguous()
             assert torch.equal(layer.weights(expert).up, plain.weights(expert).up)
 

@@ -55,7 +55,7 @@ class Machine:
         self,
         handed: ModuleType,
         store: HostStore,
-        num_rows: int,
+        num_tokens: int,
         resident: set[int],
         signals: Any,
         *,
@@ -66,11 +66,11 @@ class Machine:
         self.store = store
         self.coordinator = _native.StepCoordinator(native_layers(store), 1, best_isa())
         box = _native.MailboxLayout(
-            GEOMETRY.num_layers, num_rows, GEOMETRY.top_k, HIDDEN, TOKEN_DTYPES[torch.float32]
+            GEOMETRY.num_layers, num_tokens, GEOMETRY.top_k, HIDDEN, TOKEN_DTYPES[torch.float32]
         )
         memory = torch.zeros(box.num_bytes, dtype=torch.uint8)
         self.number = self.coordinator.add_mailbox(
-            num_rows, GEOMETRY.top_k, TOKEN_DTYPES[torch.float32], memory
+            num_tokens, GEOMETRY.top_k, TOKEN_DTYPES[torch.float32], memory
         )
         self.table = torch.zeros(GEOMETRY.num_layers, GEOMETRY.num_experts, dtype=torch.int64)
         for number, layer in enumerate(store):
@@ -101,20 +101,20 @@ class Machine:
         return found
 
 
-def random_calls(num_rows: int, seed: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def random_calls(num_tokens: int, seed: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return hidden states, choices (one of them padding) and weights for each layer."""
     random = torch.Generator().manual_seed(seed)
     calls = []
     for _ in range(GEOMETRY.num_layers):
-        scores = torch.rand(num_rows, GEOMETRY.num_experts, generator=random)
+        scores = torch.rand(num_tokens, GEOMETRY.num_experts, generator=random)
         weights, index = scores.topk(GEOMETRY.top_k)
         index[-1, 0] = GEOMETRY.num_experts
-        calls.append((torch.randn(num_rows, HIDDEN, generator=random), index, weights))
+        calls.append((torch.randn(num_tokens, HIDDEN, generator=random), index, weights))
     return calls
 
 
 @pytest.mark.parametrize("make_signals", [HostSignals, None], ids=["words", "kernels"])
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 2])
 @pytest.mark.parametrize(
     "resident", [set(), {0, 2, 3, 7}, set(range(8))], ids=["none", "some", "all"]
 )
@@ -122,14 +122,14 @@ def test_hits_and_misses_together_are_the_layer(
     handed: ModuleType,
     store: HostStore,
     resident: set[int],
-    num_rows: int,
+    num_tokens: int,
     make_signals: Callable[[], Any] | None,
 ) -> None:
     signals = make_signals() if make_signals else KernelSignals(9.0)
-    machine = Machine(handed, store, num_rows, resident, signals)
+    machine = Machine(handed, store, num_tokens, resident, signals)
     cpu = CpuExecutor(store, CpuThreads(num_threads=1))
     for seed in range(2):  # words are unchanged after a step
-        calls = random_calls(num_rows, seed)
+        calls = random_calls(num_tokens, seed)
         results = machine.step(calls)
         for layer, (call, found) in enumerate(zip(calls, results, strict=True)):
             expected = cpu.execute(layer, *call, FUNCTIONS)
@@ -146,22 +146,22 @@ def test_hits_and_misses_together_are_the_layer(
 
 
 @pytest.mark.parametrize("make_signals", [HostSignals, None], ids=["words", "kernels"])
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 2])
 @pytest.mark.parametrize("rule", IN_GRAPH)
 def test_what_the_host_has_fetched_is_launched_again(
     handed: ModuleType,
     store: HostStore,
     rule: str,
-    num_rows: int,
+    num_tokens: int,
     make_signals: Callable[[], Any] | None,
 ) -> None:
     signals = make_signals() if make_signals else KernelSignals(9.0)
     fetches = rule != "ready-on-gpu"
-    machine = Machine(handed, store, num_rows, set(), signals, fetches=fetches)
+    machine = Machine(handed, store, num_tokens, set(), signals, fetches=fetches)
     machine.manage_slots(8, rule)
     cpu, num_fetched = CpuExecutor(store, CpuThreads(num_threads=1)), 0
     for seed in range(4):
-        calls = random_calls(num_rows, seed)
+        calls = random_calls(num_tokens, seed)
         machine.coordinator.clear_entries()
         for layer, (call, found) in enumerate(zip(calls, machine.step(calls), strict=True)):
             expected = cpu.execute(layer, *call, FUNCTIONS)
@@ -170,7 +170,7 @@ def test_what_the_host_has_fetched_is_launched_again(
     assert (num_fetched > 0) == fetches
     assert int(machine.waits.given_up) == 0
     answers = [
-        machine.memory[start : start + 8 * num_rows * GEOMETRY.top_k]
+        machine.memory[start : start + 8 * num_tokens * GEOMETRY.top_k]
         for start in (layer * machine.box.layer_bytes + machine.box.fetched for layer in range(2))
     ]
     assert any(bool(answer.any()) for answer in answers) <= fetches  # no other writer

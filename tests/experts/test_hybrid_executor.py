@@ -92,7 +92,7 @@ def test_bits_equal_those_of_the_cpu_for_plain_experts(
         check_equal(plain_store, settings, num_slots, BATCHES[(turn + shift) % len(BATCHES)])
 
 
-def test_every_lane_takes_part(store: HostStore) -> None:
+def test_every_processor_takes_part(store: HostStore) -> None:
     executor = make_executor(store, 12)
     statistics = CacheStatistics()
     executor.listeners.append(statistics)
@@ -116,15 +116,17 @@ def test_a_resident_expert_is_a_hit_whoever_computes_it(store: HostStore) -> Non
 
 def test_a_caller_that_defers_hears_the_same_a_layer_later(store: HostStore) -> None:
     """Captured steps queue the next replay first; plans, events and times do not change."""
-    heard: list[list[LayerExecuted]] = [[], []]
-    for is_deferring, events in enumerate(heard):
+    by_order: list[list[LayerExecuted]] = [[], []]
+    for is_deferring, events in enumerate(by_order):
         executor = make_executor(store, 12)
         executor.listeners.append(events.append)
         with executor.deferring() if is_deferring else contextlib.nullcontext():
             for number, _ in enumerate(outputs(executor, 4), 1):
                 assert len(events) == number - is_deferring
-    assert heard[0]
-    assert [with_no_clock(event) for event in heard[0]] == [with_no_clock(e) for e in heard[1]]
+    assert by_order[0]
+    assert [with_no_clock(event) for event in by_order[0]] == [
+        with_no_clock(e) for e in by_order[1]
+    ]
 
 
 def with_no_clock(event: LayerExecuted) -> LayerExecuted:

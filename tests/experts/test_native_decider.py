@@ -82,14 +82,14 @@ def test_every_layer_is_split_alike(name: str, layer: LayerProblem) -> None:
 class Counting:
     """A decider that counts the calls of another one."""
 
-    def __init__(self, decider: Decider, asked: Counter[str]) -> None:
-        self._decider, self._asked, self.entries = decider, asked, decider.entries
+    def __init__(self, decider: Decider, counts: Counter[str]) -> None:
+        self._decider, self._counts, self.entries = decider, counts, decider.entries
         self.most_valued = decider.most_valued
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
         kind = "one" if max(layer.load.tokens) == 1 else "several"
-        self._asked[kind] += 1
-        self._asked["coming"] += COPYING in layer.states
+        self._counts[kind] += 1
+        self._counts["coming"] += COPYING in layer.states
         return self._decider.split(rule, layer, max_fetches)
 
     def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
@@ -98,25 +98,25 @@ class Counting:
         return pairs
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        num_wanted, copied = self._decider.known(load, coming)
+        num_chosen, copied = self._decider.known(load, coming)
         pairs = [*copied]
         self._count("known", pairs)
-        self._asked["left"] += num_wanted - len(pairs)
-        return num_wanted, pairs
+        self._counts["left"] += num_chosen - len(pairs)
+        return num_chosen, pairs
 
     def _count(self, name: str, pairs: Sequence[tuple[int, int]]) -> None:
         over = sum(victim != NOWHERE for _, victim in pairs)
-        self._asked[f"{name} over residents"] += over
-        self._asked[f"{name} into free slots"] += len(pairs) - over
+        self._counts[f"{name} over residents"] += over
+        self._counts[f"{name} into free slots"] += len(pairs) - over
 
 
-def counting(asked: Counter[str]) -> Native:
+def counting(counts: Counter[str]) -> Native:
     """Return native policies whose decider counts its calls."""
 
     def make(plain: PlainDecider) -> Decider:
         decider = NATIVE_TABLES.decider(plain)
         assert decider is not None
-        return Counting(decider, asked)
+        return Counting(decider, counts)
 
     return NATIVE_TABLES._replace(decider=make)
 
@@ -133,7 +133,7 @@ def test_plans_are_alike_on_random_routing(
 
     Sometimes more experts are chosen than by the model, as a forced trace may do.
     """
-    draw, geometry, asked = random.Random(int(10 * link)), Geometry(3, 24, 4), Counter[str]()
+    draw, geometry, counts = random.Random(int(10 * link)), Geometry(3, 24, 4), Counter[str]()
     settings = dataclasses.replace(
         NATIVE_SETTINGS, never_worse_than_cpu=never_worse, max_fetches=max_fetches
     )
@@ -144,7 +144,7 @@ def test_plans_are_alike_on_random_routing(
     )
     plain, native = (
         make_planner(settings, geometry, costs, 40, resident=range(0, 72, 5), tables=tables)
-        for tables in (None, counting(asked))
+        for tables in (None, counting(counts))
     )
     now, under_way = 0.0, list[Copy]()
     for step in range(150):
@@ -165,8 +165,8 @@ def test_plans_are_alike_on_random_routing(
                 copy, waited_for = under_way.pop(0), waited_for - 1
                 plain.copy_finished(copy.layer, copy.expert, now)
                 native.copy_finished(copy.layer, copy.expert, now)
-    assert min(asked["one"], asked["several"]) > 50
-    assert link == 0.0 or asked["coming"] > 5
+    assert min(counts["one"], counts["several"]) > 50
+    assert link == 0.0 or counts["coming"] > 5
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_copies_ahead_are_alike_on_random_routing(
     link: float, *, in_graph: bool, copies_prompts: bool
 ) -> None:
     """Predicted experts, routers' predictions and known loads go into free and resident slots."""
-    draw, geometry, asked = random.Random(int(10 * link)), Geometry(4, 24, 4), Counter[str]()
+    draw, geometry, counts = random.Random(int(10 * link)), Geometry(4, 24, 4), Counter[str]()
     settings = dataclasses.replace(
         TANDEM, prefetch_count=3, copies_prompts=copies_prompts, fetching_sizes=CAPTURE_SIZES,
         predicting_sizes=CAPTURE_SIZES if in_graph else (), asking_sizes=CAPTURE_SIZES,
@@ -241,7 +241,7 @@ def test_copies_ahead_are_alike_on_random_routing(
             settings, geometry, costs, 70, resident=range(0, 96, 3), tables=tables,
             copy_price_seconds=0.05,
         )
-        for tables in (None, counting(asked))
+        for tables in (None, counting(counts))
     )  # fmt: skip
     both = plain, native
     for each in both:
@@ -278,10 +278,10 @@ def test_copies_ahead_are_alike_on_random_routing(
     assert isinstance(native.prediction, NativePredictor)
     assert native.prediction.state() == plain.prediction.state()
     place = "over residents" if not in_graph and not copies_prompts else "into free slots"
-    assert asked[f"known {place}"] > 50
+    assert counts[f"known {place}"] > 50
     place = "into free slots" if in_graph else "over residents"
-    assert asked[f"predicted {place}"] > 200
-    assert asked["left"] > 0
+    assert counts[f"predicted {place}"] > 200
+    assert counts["left"] > 0
 
 
 def as_lists(plan: LayerPlan) -> list[object]:

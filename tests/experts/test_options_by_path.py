@@ -46,7 +46,7 @@ DECISIONS: list[tuple[list[str], str | None]] = [
     (["--prediction", "regression"], None),
     (["--prefetch-count", "0"], None),
     (["--prefetch-count", "1"], None),
-    (["--prediction", "none", "--prefetch-count", "1"], None),  # nothing can be copied ahead
+    (["--prediction", "none", "--prefetch-count", "1"], None),  # nothing can be prefetched
     (["--look-ahead"], None),  # of routers that are a product; otherwise steps are planned
     (["--look-ahead", "--residuals", "r.npz"], None),
     (["--pool", "by-layer"], None),
@@ -84,7 +84,7 @@ def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
         "assignment_options": (("pipelined", False),),
         "eviction_options": (("window", 3),),
     }
-    # Copies ahead, prompts, and limits that a step without fetches never reaches.
+    # Prefetches, prompts, and limits that a step without fetches never reaches.
     others = {"prefetch", "must_prefetch", "copies_prompts", "max_fetches", "never_worse_than_cpu"}
     of_graphs = {"fetching_sizes", "prediction", "prefetch_count", "predicting_sizes"}
     of_graphs |= {"can_ask", "asking_sizes"}
@@ -99,8 +99,8 @@ def test_every_setting_of_a_planner_is_named_or_cannot_matter() -> None:
         prediction="regression", prefetch_count=1, prefetch="top-k", must_prefetch=False
     )
     assert staged.why_planned() == "prefetch top-k"
-    asked = SimulatedSettings(prediction="popularity", prefetch_count=1)
-    assert asked.why_planned() == "prediction popularity with prefetch_count 1"
+    requested = SimulatedSettings(prediction="popularity", prefetch_count=1)
+    assert requested.why_planned() == "prediction popularity with prefetch_count 1"
 
 
 @pytest.mark.parametrize("words", ALL, ids=" ".join)
@@ -127,7 +127,7 @@ def test_what_is_another_devices_is_refused() -> None:
 
 
 def test_residuals_that_nobody_would_read_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--residuals: no router is asked ahead"):
+    with pytest.raises(ConfigError, match=r"^--residuals: no router is run ahead"):
         parsed("cuda", ["--residuals", "r.npz"])
 
 
@@ -148,8 +148,8 @@ def test_a_device_follows_it_in_one_graph_or_in_planned_steps(
 
 def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph: bool) -> None:
     """Check the decisions of decode steps against the named policies."""
-    asked = dict(pairwise(words))
-    name = asked.get("--assignment", "ready-on-gpu" if in_graph else "balanced")
+    flags = dict(pairwise(words))
+    name = flags.get("--assignment", "ready-on-gpu" if in_graph else "balanced")
     planner = planner_of(dataclasses.replace(settings, never_worse_than_cpu=False))
     num_ahead = []
     for step in range(40):
@@ -168,23 +168,23 @@ def assert_followed(words: Sequence[str], settings: PlannerSettings, *, in_graph
             assert len(plan.fetch) == len(split.fetch)
             assert len(plan.cpu) == num_absent - len(split.fetch) + len(split.spill)
             num_ahead.append(len(plan.prefetch))
-    most = int(asked.get("--prefetch-count", "2"))
-    are_asked = asked.get("--prediction") == "regression" or "--prefetch-count" in asked
-    is_off = (in_graph and not are_asked) or asked.get("--prediction") == "none"
+    most = int(flags.get("--prefetch-count", "2"))
+    is_requested = flags.get("--prediction") == "regression" or "--prefetch-count" in flags
+    is_off = (in_graph and not is_requested) or flags.get("--prediction") == "none"
     if is_off or most == 0:
         assert max(num_ahead) == 0
     else:
         assert 1 <= max(num_ahead) <= most
-    eviction = EVICTIONS.factory(asked.get("--eviction", "next-use"))(GEOMETRY)
+    eviction = EVICTIONS.factory(flags.get("--eviction", "next-use"))(GEOMETRY)
     assert type(planner.eviction) is type(eviction)
-    assert planner.residency.num_sets == (1 if asked.get("--pool") == "shared" else 3)
+    assert planner.residency.num_sets == (1 if flags.get("--pool") == "shared" else 3)
 
 
 def planner_of(settings: PlannerSettings) -> Planner:
     costs = CostTable(shape_costs(link=0.5))
     planner = make_planner(settings, GEOMETRY, costs, 12, copy_price_seconds=0.01)
     while not planner.ahead.chances.note_chance():
-        pass  # as if many copies ahead had paid before
+        pass  # as if many prefetches had paid before
     return planner
 
 

@@ -175,7 +175,7 @@ def replay(
     timeline, reader, counts = Timeline(profile, shape), LoadReader(trace), Counter[str]()
     steps = itertools.islice(replay_steps(trace, batch, prompt=1), STEPS // batch + 8)
     for number, step in enumerate(steps):
-        # Some steps do not copy ahead, like other sizes, and find late copies.
+        # Some steps do not prefetch, like other sizes, and find late copies.
         planner.predicting_sizes = settings.predicting_sizes[: 4 * (number % 4)]
         planner.asking_sizes = settings.asking_sizes[: 4 * (number % 5)]
         loads = [*reader.loads(step)]

@@ -20,7 +20,7 @@ class ThreadedDevice(EmulatedDevice):
         self, total_bytes: int, kernels: ExpertKernels, *, has_thread: bool = False
     ) -> None:
         super().__init__(total_bytes, kernels)
-        self.computes_beside = has_thread
+        self.runs_in_parallel = has_thread
         self._worker = _Worker(self.run) if has_thread else None
 
     def run(self, batch: ExpertBatch, use: SlotUse) -> None:

@@ -123,7 +123,7 @@ class TwinExecutor(HybridExecutor):
         """End a captured step whose layers a recording computed."""
         assert self.captured is not None
         with self._turn, self._losing_at_most_a_step():
-            self.captured.finish(is_heard=bool(self.listeners))
+            self.captured.finish(has_listeners=bool(self.listeners))
             self.captured.report(self.listeners)  # no device runs meanwhile
 
     def _compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
@@ -136,6 +136,6 @@ class TwinExecutor(HybridExecutor):
         self._last_layer = call.layer
         out = twin.run(call)
         if call.layer == len(self.store) - 1:
-            twin.finish(is_heard=bool(self.listeners))
+            twin.finish(has_listeners=bool(self.listeners))
             twin.report(self.listeners)
         return out

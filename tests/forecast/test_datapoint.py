@@ -26,9 +26,9 @@ def test_one_file_says_what_the_machine_is_and_does(
     monkeypatch.setattr(datapoint, "tried", lambda stages: [outcome])  # without a process
     path = tmp_path / "here.json"
     assert main(["datapoint", str(path), "--json"]) == 0
-    said = capsys.readouterr().out
-    assert said.index("Nothing is sent.") < said.index("ok   processor")
-    assert json.loads(said.splitlines()[-1])["file"] == str(path)
+    printed = capsys.readouterr().out
+    assert printed.index("Nothing is sent.") < printed.index("ok   processor")
+    assert json.loads(printed.splitlines()[-1])["file"] == str(path)
     text = path.read_text()
     assert text.startswith(FIRST_LINE)
     assert str(Path.home()) not in text

@@ -95,7 +95,7 @@ def test_the_disk_under_packed_models_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("reads", "rate", "state", "said"),
+    ("reads", "rate", "state", "message"),
     [
         ("direct", 2e9, "good", "past the page cache"),
         ("direct", 1e8, "slow", "0.10 GB/s"),
@@ -103,11 +103,11 @@ def test_the_disk_under_packed_models_is_measured(
         ("silently buffered", 2e9, "slow", "buffers anyway"),
     ],
 )
-def test_what_a_disk_gives_is_judged(reads: Any, rate: float, state: str, said: str) -> None:
+def test_what_a_disk_gives_is_judged(reads: Any, rate: float, state: str, message: str) -> None:
     costs = DiskCosts(reads="direct", piece_bytes=4096, depths=(1,), bytes_per_second=(rate,))
     found = disk_check.disk_finding(costs, [Path("/models/file")], reads)
     assert found.state == state
-    assert said in found.found
+    assert message in found.found
     assert bool(found.remedy) == (state == "slow")
 
 
@@ -181,8 +181,8 @@ def test_loading_and_doctor_say_that_a_version_is_newer(
 ) -> None:
     other = "torch" if name == "transformers" else "transformers"
     monkeypatch.setitem(compat.NEWEST_TESTED, name, (2, 1))
-    said = rf"^{name} {re.escape(version(name))} is newer than 2\.1, [^\n]* pip install"
-    with pytest.warns(TandemWarning, match=said) as warned:
+    message = rf"^{name} {re.escape(version(name))} is newer than 2\.1, [^\n]* pip install"
+    with pytest.warns(TandemWarning, match=message) as warned:
         tandem.load(checkpoint)  # runs all the same
     assert len(warned) == 1
     lines = machine_check.check_machine(tmp_path, num_threads=1, isa="auto")

@@ -100,7 +100,7 @@ def test_what_nvidia_smi_prints(line: str, driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("uuid", ["ab-cd", "GPU-ab-cd"])
-def test_nvidia_smi_is_asked_about_one_gpu(
+def test_nvidia_smi_reports_on_one_gpu(
     uuid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "nvidia-smi"

@@ -17,7 +17,11 @@ BITS = {"bf16": 16.0, "int8": 8.0, "q6_k": 6.5, "iq4_xs": 4.25}
 
 
 def proposal(
-    asked: float, *, memory: int = 20_000, speed: float | str = 0.0, smallest_gpu: float = 16
+    tokens_per_second: float,
+    *,
+    memory: int = 20_000,
+    speed: float | str = 0.0,
+    smallest_gpu: float = 16,
 ) -> SizeProposal:
     """Plan 8,000 weights on a machine with this memory bandwidth in bytes per second."""
 
@@ -38,20 +42,22 @@ def proposal(
             of_size = SimpleNamespace(decode_tokens_per_second=speed / plan.sizes.experts_bytes)
         return SimpleNamespace(speed=of_size)
 
-    return largest_size(plan_with, with_speed, num_weights=8000, tokens_per_second=asked)
+    return largest_size(
+        plan_with, with_speed, num_weights=8000, tokens_per_second=tokens_per_second
+    )
 
 
 def test_the_largest_that_is_fast_enough_is_proposed() -> None:
     found = proposal(20, speed=160_000)
     assert (found.num_bytes, found.bits_per_weight, found.tokens_per_second) == (8000, 8, 20)
-    said = "8.00 bits a weight, forecast: 20.0 tok/s): tandem pack m --size"
-    assert said in found.sentence("m")
+    sentence = "8.00 bits a weight, forecast: 20.0 tok/s): tandem pack m --size"
+    assert sentence in found.sentence("m")
     assert proposal(20, speed=320_000).bits_per_weight == 16
     assert proposal(20, speed=320_000, memory=7999).bits_per_weight == 6.5
     assert proposal(20, speed=320_000, smallest_gpu=5).bits_per_weight == 4
 
 
-def test_where_no_size_is_fast_enough_or_fits_the_reason_is_said() -> None:
+def test_where_no_size_is_fast_enough_or_fits_the_reason_is_reported() -> None:
     slow = proposal(20, speed=8000)
     assert "the smallest, 3.91 KiB (4.00 bits a weight), is forecast at 2.0" in slow.sentence("m")
     assert slow.as_json()["bytes"] is None

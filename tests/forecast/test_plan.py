@@ -108,10 +108,10 @@ def test_a_checkpoint_that_lacks_tensors_is_no_plan(
     directory = save_tiny_checkpoint(tmp_path / "tiny", architecture)
     lose_tensors(directory, lost)
     assert main(["plan", str(directory), "--no-measure"]) == 2
-    said = capsys.readouterr()
-    assert sentence in said.err
-    assert said.err.count("\n") == 1
-    assert "fits" not in said.out
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert captured.err.count("\n") == 1
+    assert "fits" not in captured.out
 
 
 def test_speeds_of_a_text_model_that_is_none_by_itself_are_refused(
@@ -121,9 +121,9 @@ def test_speeds_of_a_text_model_that_is_none_by_itself_are_refused(
     assert main(["plan", directory, "--no-measure"]) == 0
     capsys.readouterr()
     assert main(["plan", directory, "--expert-dtype", "int8"]) == 2
-    said = capsys.readouterr().err
-    assert "cannot build a text model of muse_spark_text," in said
-    assert "Traceback" not in said
+    errors = capsys.readouterr().err
+    assert "cannot build a text model of muse_spark_text," in errors
+    assert "Traceback" not in errors
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, dict[str, Any]]:
@@ -154,15 +154,15 @@ def test_no_context_is_beyond_the_model_s(
     assert report["context_tokens"] == 4096
     assert list(report["kv_cache_bytes_by_context"]) == ["2048", "8192", "32768", "40960"]
     assert main(["plan", str(checkpoint), "--no-measure", "--context", "257"]) == 2
-    said = capsys.readouterr().err
-    assert "--context is 257 tokens, and the model's context has 256; give at most that" in said
+    errors = capsys.readouterr().err
+    assert "--context is 257 tokens, and the model's context has 256; give at most that" in errors
 
 
 def test_an_unknown_shape_gets_all_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--shape", "gpt-oss-120b"]) == 2
-    said = capsys.readouterr().err
-    assert "unknown shape 'gpt-oss-120b'; did you mean 'gpt-oss-20b'? known: " in said
-    assert [name for name in MODEL_SHAPES if name not in said] == []
+    errors = capsys.readouterr().err
+    assert "unknown shape 'gpt-oss-120b'; did you mean 'gpt-oss-20b'? known: " in errors
+    assert [name for name in MODEL_SHAPES if name not in errors] == []
 
 
 def test_slots_of_a_device(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,11 +238,11 @@ def test_a_plan_that_measures_nothing_says_what_slots_there_are(
     assert report["from_disk"]["slots"] == sum(slots.num_slots) > 0
     assert report["from_disk"]["resident_share"] == pytest.approx(slots.share)
     assert "decode_tokens_per_second" not in report["from_disk"]
-    said = f"{slots.share:.0%} of the experts fit into {sum(slots.num_slots)} slots, the others"
-    assert said in out
+    sentence = f"{slots.share:.0%} of the experts fit into {sum(slots.num_slots)} slots, the others"
+    assert sentence in out
     assert "the disk's rate was not measured" in out
     with_device = ["--device", "emulated", "--gpu-memory", "1MB"]
-    assert said in plan(capsys, str(packed), *words, *with_device)[0]
+    assert sentence in plan(capsys, str(packed), *words, *with_device)[0]
     before = plan(capsys, str(packed), "--no-measure", "--context", "16")[1]
     saved = before["host_bytes"] - report["host_bytes"]
     assert saved == most - report["from_disk"]["memory_bytes"]
@@ -316,8 +316,8 @@ def test_from_the_disk_a_step_takes_what_its_bytes_take(
     assert max(0.1, read) <= found.decode_seconds * (1 + 1e-9)
     assert found.decode_seconds <= (0.1 + read) * (1 + 1e-9)
     # A prompt of 256 uses all of the 8 experts of each layer.
-    wanted = max(2.0, (1 - slots.share) * sizes.experts_bytes / rate)
-    assert found.prefill_seconds == pytest.approx(wanted, rel=1e-3)
+    expected = max(2.0, (1 - slots.share) * sizes.experts_bytes / rate)
+    assert found.prefill_seconds == pytest.approx(expected, rel=1e-3)
     with pytest.raises(CapacityError, match="and need at least"):
         slots_over_disk(sizes, slot)
 

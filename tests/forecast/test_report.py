@@ -21,7 +21,7 @@ from tandem.forecast.report.document import FIRST_LINE, write_report
 from tandem.forecast.report.gpu_stages import small_model
 from tandem.forecast.report.record import Record, require_writable, without_private_data
 from tandem.forecast.report.speed_stages import on_cpu, on_gpu
-from tandem.forecast.report.stages import Outcome, Said, Stage, run_stages
+from tandem.forecast.report.stages import Outcome, Stage, StageResult, run_stages
 from tandem.forecast.windows_check import Finding
 from tests.forecast.trial_stages import crashes, hangs, is_not_here, raises, works
 
@@ -46,7 +46,7 @@ def test_stages_after_a_crash_and_a_hang_run() -> None:
     assert begun == [stage.name for stage in stages]
     states = ["ok", "failed", "not here", "failed", "failed", "ok"]
     assert [outcome.state for outcome in found] == states
-    assert found[0].said == Said("all is well", {"speed": 2.0})
+    assert found[0].said == StageResult("all is well", {"speed": 2.0})
     assert found[1].said.text.startswith("ValueError: no good in")
     assert "Traceback" in found[1].details
     assert "SIGABRT" in found[3].said.text
@@ -87,7 +87,7 @@ def test_nothing_private_is_in_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     private = f"{Path.home()}/models of sarah on {host}, {gettempdir()}/x, {Path.cwd()}/src, sarahs"
     finding = Finding("disk", "slow", private, f"see {private}")
-    outcome = Outcome("raises", "failed", Said(private), 0.1, private)
+    outcome = Outcome("raises", "failed", StageResult(private), 0.1, private)
     path = tmp_path / "report.md"
     record = Record(
         versions=[f"tandem 1 on {host}"], findings=[finding], speeds=[outcome], smoke=[outcome]
@@ -129,9 +129,9 @@ def test_the_command_writes_what_it_has_tried(
     monkeypatch.setattr(speed_stages, "CPU_SPEED_STAGES", (stage,))
     path = tmp_path / "report.md"
     assert main(["doctor", "--report", str(path), "--threads", "1", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [outcome["state"] for outcome in said["tried"]] == ["ok", "ok", "ok"]
-    numbers = said["tried"][2]["said"]["numbers"]
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [outcome["state"] for outcome in report["tried"]] == ["ok", "ok", "ok"]
+    numbers = report["tried"][2]["said"]["numbers"]
     assert numbers.pop("others_cores") >= 0
     assert min(numbers.values()) > 0
     assert set(numbers) == {

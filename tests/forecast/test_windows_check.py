@@ -194,7 +194,7 @@ def test_other_systems_get_one_sentence(
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     assert main(["run", "-p", "x"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert words in said
-    assert "WSL2" in said
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert words in errors
+    assert "WSL2" in errors

@@ -4,31 +4,31 @@ import os
 import time
 from pathlib import Path
 
-from tandem.forecast.report.stages import NotHereError, Said
+from tandem.forecast.report.stages import NotHereError, StageResult
 
 
-def works() -> Said:
-    return Said("all is well", {"speed": 2.0})
+def works() -> StageResult:
+    return StageResult("all is well", {"speed": 2.0})
 
 
-def raises() -> Said:
+def raises() -> StageResult:
     raise ValueError(f"no good in {Path.home()}\nsecond line")
 
 
-def is_not_here() -> Said:
+def is_not_here() -> StageResult:
     raise NotHereError("there is none")
 
 
-def crashes() -> Said:
+def crashes() -> StageResult:
     os.abort()
 
 
-def hangs() -> Said:
+def hangs() -> StageResult:
     time.sleep(600)
-    return Said("")
+    return StageResult("")
 
 
-def tells_its_number(path: str) -> Said:
+def tells_its_number(path: str) -> StageResult:
     whole = Path(path + ".part")
     whole.write_text(str(os.getpid()))
     whole.rename(path)

@@ -36,8 +36,8 @@ class _PlainSources:
     def find_spec(cls, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name.partition(".")[0] != "tandem":
             return None
-        behind = sys.meta_path[sys.meta_path.index(cls) + 1 :]
-        specs = (finder.find_spec(name, path, target) for finder in behind)
+        later_finders = sys.meta_path[sys.meta_path.index(cls) + 1 :]
+        specs = (finder.find_spec(name, path, target) for finder in later_finders)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
             spec.loader = SourceFileLoader(name, spec.origin)

@@ -61,9 +61,9 @@ def mutate_words(data: bytes, chance: random.Random, keys: list[bytes]) -> bytes
         at = data.find(key)
         if at < 0 or at + len(key) + 12 > len(data):
             continue
-        behind = at + len(key) + (0 if chance.random() < 0.2 else 4)  # its type, or its value
+        place = at + len(key) + (0 if chance.random() < 0.2 else 4)  # its type, or its value
         word = struct.pack("<q", chance.choice(_ABSURD_WORDS))[: chance.choice((4, 8))]
-        damaged[behind : behind + len(word)] = word
+        damaged[place : place + len(word)] = word
     return bytes(damaged)
 
 

@@ -61,5 +61,5 @@ for take in (lambda: bytearray(5 << 30), lambda: torch.empty(5 << 30, dtype=torc
 
 def test_one_input_may_not_take_what_all_of_them_may() -> None:
     command = [sys.executable, "-c", _INPUTS]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["MemoryError", "RuntimeError"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["MemoryError", "RuntimeError"]

@@ -153,8 +153,8 @@ class Sure:
         drafts = {}
         for slot, tokens in histories.items():
             places = range(len(tokens), len(tokens) + most[slot])
-            told = [0.2 if place % 4 == 0 else 0.95 for place in places]
-            drafts[slot] = SureDraft([8 if place % 4 == 0 else 7 for place in places], told)
+            estimates = [0.2 if place % 4 == 0 else 0.95 for place in places]
+            drafts[slot] = SureDraft([8 if place % 4 == 0 else 7 for place in places], estimates)
         return drafts
 
 

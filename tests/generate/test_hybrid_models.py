@@ -33,8 +33,12 @@ def test_prompts_together_are_answered_as_alone(model: Any) -> None:
 def test_turns_and_edits_reuse_what_was_computed(model: Any) -> None:
     generator = Generator(model)
     first = PROMPTS[2]
-    (said,) = answers(generator, first)
-    turns = [[*first, *said, *TURN], [*first[:146], *TURN], [*first, *said, *TURN, 93]]
+    (continuation,) = answers(generator, first)
+    turns = [
+        [*first, *continuation, *TURN],
+        [*first[:146], *TURN],
+        [*first, *continuation, *TURN, 93],
+    ]
     for prompt in turns:
         answer = generator.generate(prompt, max_new_tokens=8)[0]
         assert answer.token_ids == answers(Generator(model), prompt)[0]

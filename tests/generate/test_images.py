@@ -29,7 +29,7 @@ from tests.images import (
 pytest.importorskip("PIL", reason="Pillow is in the extra `images`")
 
 
-def asked(*images: object, text: str = "what is it?") -> list[dict[str, object]]:
+def image_message(*images: object, text: str = "what is it?") -> list[dict[str, object]]:
     """Return a conversation with one message that contains images."""
     parts: list[dict[str, object]] = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
@@ -56,7 +56,7 @@ def encoded(generator: tandem.Generator, messages: Any) -> ImagePrompt:
 def test_answers_are_those_of_transformers(generator: tandem.Generator, tmp_path: Path) -> None:
     file = tmp_path / "picture.png"
     file.write_bytes(picture(0))
-    messages = asked(file, picture(1, (40, 90), "JPEG"))
+    messages = image_message(file, picture(1, (40, 90), "JPEG"))
     prompt = encoded(generator, messages)
     # 70 x 50 pixels become 64 x 64, 40 x 90 become 32 x 96; a token is 32 x 32
     assert prompt.inputs["image_grid_thw"].tolist() == [[1, 4, 4], [1, 6, 2]]
@@ -69,18 +69,18 @@ def test_answers_are_those_of_transformers(generator: tandem.Generator, tmp_path
 
 def test_equal_images_are_shared_and_others_are_not(generator: tandem.Generator) -> None:
     text = "a rather long question about what is to be seen " * 2
-    first = asked(picture(0), text=text)
+    first = image_message(picture(0), text=text)
     length = len(encoded(generator, first).ids)
     reused = [
         generator.generate(messages, max_new_tokens=2)[0].reused_tokens
-        for messages in (first, first, asked(picture(1), text=text))
+        for messages in (first, first, image_message(picture(1), text=text))
     ]
     # from the last checkpoint of the states; nothing of the few tokens before the image
     assert reused == [0, length - 8, 0]
 
 
 def test_prompts_with_and_without_images_in_one_call(generator: tandem.Generator) -> None:
-    prompts: list[Any] = [asked(picture(0)), "hello", asked(picture(1))]
+    prompts: list[Any] = [image_message(picture(0)), "hello", image_message(picture(1))]
     together = generator.generate(prompts, max_new_tokens=5, temperature=0)
     alone = [generator.generate([p], max_new_tokens=5, temperature=0)[0] for p in prompts]
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
@@ -96,13 +96,13 @@ def test_what_a_processor_wrote_is_a_prompt() -> None:
 def test_a_processor_is_needed(generator: tandem.Generator) -> None:
     without = tandem.Generator(generator.model, generator.tokenizer)
     with pytest.raises(ConfigError, match="needs the model's processor"):
-        without.generate(asked(picture(0)))
+        without.generate(image_message(picture(0)))
 
 
 def test_a_model_without_a_tower_takes_no_images(generator: tandem.Generator) -> None:
     text = tandem.Generator(build_tiny_model("qwen3_moe"), byte_tokenizer())
     with pytest.raises(UnsupportedModelError, match="takes no images"):
-        text.generate(asked(picture(0)))
+        text.generate(image_message(picture(0)))
 
 
 def test_a_model_without_a_processor_says_so(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_model_without_a_processor_says_so(tmp_path: Path) -> None:
 
 def test_a_placeholder_that_a_user_types_is_refused(generator: tandem.Generator) -> None:
     with pytest.raises(ConfigError, match="2 placeholders for 1 images"):
-        generator.generate(asked(picture(0), text="1"))
+        generator.generate(image_message(picture(0), text="1"))
 
 
 def huge_png(width: int, height: int) -> bytes:

@@ -57,7 +57,7 @@ def alone(generator: Generator, requests: Sequence[Request]) -> dict[int, list[i
     return found
 
 
-def beside_a_stream(scheduler: Scheduler, requests: Sequence[Request]) -> dict[int, list[int]]:
+def with_a_stream(scheduler: Scheduler, requests: Sequence[Request]) -> dict[int, list[int]]:
     """Submit a request after the one before it has some tokens."""
     found: dict[int, list[int]] = {}
     for request in requests:
@@ -81,7 +81,7 @@ def test_prompts_and_streams_share_forwards(name: str, joins: bool, tmp_path: Pa
     expected = alone(generator, requests)
     scheduler = generator.scheduler(4, chunk_tokens=PART, pace=Pace(10.0))
     noted = Noted(scheduler)
-    assert beside_a_stream(scheduler, requests) == expected
+    assert with_a_stream(scheduler, requests) == expected
     assert any(len(slots) > 1 for slots in noted.slots)
     assert scheduler._pool.may_join_prefill() == joins
     assert any(0 in slots and len(slots) > 1 for slots in noted.slots) == joins

@@ -20,9 +20,9 @@ def written(text: str, *, num_tokens: int, has_begun: bool, length: int = 60) ->
         num_tokens=num_tokens, begin="<think>", end=END, closing=CLOSING, has_begun=has_begun
     )
     thinking = BoundedThinking(limit, tokenizer)
-    wanted = tokenizer(text + "." * length, add_special_tokens=False)["input_ids"]
+    expected = tokenizer(text + "." * length, add_special_tokens=False)["input_ids"]
     found: list[int] = []
-    for token in wanted[:length]:
+    for token in expected[:length]:
         scores = torch.zeros((1, VOCABULARY))
         scores[0, token] = 1.0
         chosen = int(thinking.restrict(scores).argmax())

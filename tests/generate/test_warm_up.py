@@ -68,12 +68,12 @@ def test_a_recording_that_differs_now_is_not_trusted(
 
 def test_listeners_hear_nothing_of_it(tmp_path: Path) -> None:
     model = tandem.load(save_tiny_checkpoint(tmp_path / "tiny"))
-    heard: list[LayerExecuted] = []
-    require_runtime(model).executor.listeners.append(heard.append)
+    events: list[LayerExecuted] = []
+    require_runtime(model).executor.listeners.append(events.append)
     generator = tandem.Generator(model)
     generator.warm_up(tmp_path / "trials")
     assert generator.recorded_graph is not None
-    assert heard == []
+    assert events == []
 
 
 def test_an_executor_that_plans_is_left_alone(tmp_path: Path) -> None:

@@ -77,14 +77,14 @@ def test_a_captured_layer_is_answered(resident: tuple[int, ...]) -> None:
     coordinator.close()
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 100])
+@pytest.mark.parametrize("num_tokens", [1, 8, 100])
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_packed_linear_layers(name: str, num_rows: int) -> None:
-    from tandem.triton_kernels.dense import bring, multiply
+def test_packed_linear_layers(name: str, num_tokens: int) -> None:
+    from tandem.triton_kernels.dense import copy_to_device, multiply
 
     random = torch.Generator().manual_seed(0)
     packed = pack_dense(torch.randn(520, 1024, generator=random) / 32, None, find_format(name))
-    x = torch.randn(num_rows, 1024, generator=random).bfloat16()
-    found = multiply(x.to(DEVICE), bring(packed, torch.device(DEVICE))).cpu().float()
+    x = torch.randn(num_tokens, 1024, generator=random).bfloat16()
+    found = multiply(x.to(DEVICE), copy_to_device(packed, torch.device(DEVICE))).cpu().float()
     expected = x.float() @ packed.values().T
     assert float((found - expected).norm() / expected.norm()) < 0.01

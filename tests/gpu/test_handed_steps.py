@@ -54,19 +54,22 @@ def test_an_expert_is_copied_and_published_by_the_driver() -> None:
     coordinator.close()
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_sequences", [1, 2, 3, 4, 8])
 def test_steps_say_what_the_cpu_says_while_experts_move(
-    pair: tuple[Any, Any], num_rows: int
+    pair: tuple[Any, Any], num_sequences: int
 ) -> None:
     alone, hybrid = pair
     steps_of(hybrid)
     statistics = CacheStatistics()
     runtime_in(hybrid).executor.listeners.append(statistics)
-    ours, theirs = new_cuda_slot_pool(hybrid, num_rows), Generator(alone).slot_pool(num_rows)
-    prompts = {row: [40 + row] * (3 + row) for row in range(num_rows)}
+    ours, theirs = (
+        new_cuda_slot_pool(hybrid, num_sequences),
+        Generator(alone).slot_pool(num_sequences),
+    )
+    prompts = {row: [40 + row] * (3 + row) for row in range(num_sequences)}
     pairs = [(ours.prefill(prompts), theirs.prefill(prompts))]
     for step in range(40):
-        tokens = {row: 50 + (7 * step + row) % 60 for row in range(num_rows)}
+        tokens = {row: 50 + (7 * step + row) % 60 for row in range(num_sequences)}
         pairs.append((ours.decode(tokens).clone(), theirs.decode(tokens).clone()))
     runtime_in(hybrid).executor.listeners.remove(statistics)
     for here, there in pairs:

@@ -42,8 +42,8 @@ def test_logits_are_those_of_the_cpu(tmp_path: Path, name: str, dtype: torch.dty
 
 def steps_of(model: Any) -> list[torch.Tensor]:
     """Return the logits of a prompt and of steps with fixed tokens."""
-    rows = PaddedBatch(model, [[40, 41, 42, 43], [60] * 9], 0)
-    return [rows.prefill().clone(), *(rows.decode([t, t + 1]).clone() for t in range(50, 60))]
+    pool = PaddedBatch(model, [[40, 41, 42, 43], [60] * 9], 0)
+    return [pool.prefill().clone(), *(pool.decode([t, t + 1]).clone() for t in range(50, 60))]
 
 
 @pytest.mark.parametrize("expert_dtype", ["int4", "int8", "mxfp4", "fp8"])

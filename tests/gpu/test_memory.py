@@ -54,10 +54,10 @@ def test_the_peak_stays_within_two_hundredths_of_gpu_memory(tmp_path: Path) -> N
     model = build(tmp_path, str(limit))
     cache = runtime_in(model).executor.cache
     slots_before = cache.num_slots
-    rows = gpu_pool(model, [[50] * 2000], 200, has_replay=True)
-    rows.prefill()
+    pool = gpu_pool(model, [[50] * 2000], 200, has_replay=True)
+    pool.prefill()
     for step in range(20):
-        rows.decode([60 + step])
+        pool.decode([60 + step])
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_reserved() <= 1.02 * limit
     # And it is used: half of what dense parts, a prompt and the KV cache leave, at least.
@@ -69,10 +69,10 @@ def test_a_long_text_takes_memory_from_the_expert_cache(tmp_path: Path) -> None:
     model = build(tmp_path, "1.2GB")
     cache = runtime_in(model).executor.cache
     before = cache.num_slots
-    rows = gpu_pool(model, [[50] * 100] * 16, 4000, has_replay=False)
-    rows.prefill()
-    rows.cache.reserve(4000)  # 16 rows are 0.5 GB: more than was kept, and less than there is
-    rows.decode([50] * 16)
+    pool = gpu_pool(model, [[50] * 100] * 16, 4000, has_replay=False)
+    pool.prefill()
+    pool.cache.reserve(4000)  # 16 rows are 0.5 GB: more than was kept, and less than there is
+    pool.decode([50] * 16)
     assert cache.num_slots > 0
     assert cache.num_slots < before or IS_DRY
     torch.cuda.set_per_process_memory_fraction(1.0)

@@ -20,12 +20,12 @@ CAPTURED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "gemma4", "qwen3_5
 
 def replaying_rows(model: Any, prompts: list[list[int]] = PROMPTS) -> WholePool:
     """Return a batch whose steps are replayed from captured segments."""
-    rows = gpu_pool(model, prompts, 60, has_replay=True)
-    rows.prefill()
+    pool = gpu_pool(model, prompts, 60, has_replay=True)
+    pool.prefill()
     for step in range(8):
-        rows.decode([50 + step] * len(prompts))
-    assert rows.step.is_replaying, rows.step.why_not
-    return rows
+        pool.decode([50 + step] * len(prompts))
+    assert pool.step.is_replaying, pool.step.why_not
+    return pool
 
 
 @pytest.mark.parametrize("has_breaks", [False, True], ids=["one graph", "segments"])
@@ -97,34 +97,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_a_step_hides_no_wait(model: Any) -> None:
     """torch raises wherever one of its operations would synchronise."""
-    rows = replaying_rows(model)
+    pool = replaying_rows(model)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(6):
-            rows.decode([60 + step] * len(PROMPTS))
+            pool.decode([60 + step] * len(PROMPTS))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_prompt_hides_no_wait(model: Any) -> None:
-    rows = gpu_pool(model, PROMPTS, 60, has_replay=False)
-    rows.prefill()  # kernels are compiled, the KV cache is made
-    rows.continue_with([[70 + i for i in range(20)], [90] * 11])
+    pool = gpu_pool(model, PROMPTS, 60, has_replay=False)
+    pool.prefill()  # kernels are compiled, the KV cache is made
+    pool.continue_with([[70 + i for i in range(20)], [90] * 11])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        rows.prefill()
+        pool.prefill()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.skipif(IS_DRY, reason="there is nothing to see")
 def test_the_profiler_sees_one_wait_a_layer(model: Any) -> None:
-    rows, steps = replaying_rows(model), 5
+    pool, steps = replaying_rows(model), 5
     num_layers = len(runtime_in(model).store)
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
         for step in range(steps):
-            rows.decode([60 + step] * len(PROMPTS))
+            pool.decode([60 + step] * len(PROMPTS))
     counts = {event.key: event.count for event in profile.key_averages()}
     # The router's choice; a second wait where the CPU alone computes a layer.
     assert 0 < counts.get("cudaEventSynchronize", 0) <= 2 * num_layers * steps

@@ -136,7 +136,7 @@ def test_a_step_that_breaks_only_while_it_is_captured_runs_as_it_is() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_lanes_of_a_gpu_that_is_not_the_current_one() -> None:
+def test_streams_of_a_gpu_that_is_not_the_current_one() -> None:
     streams = CudaStreams(1)
     host = torch.randint(256, (4 * LEAST_BYTES,), dtype=torch.uint8)
     target, seen = streams.empty(host.nbytes), list[torch.Tensor]()

@@ -61,7 +61,7 @@ class ModelsDocument:
             "",
             "## Looking ahead",
             "",
-            "The next layer's router can be asked ahead of its turn ([runtime.md](runtime.md)), "
+            "The next layer's router can be run ahead of its turn ([runtime.md](runtime.md)), "
             f"but for {len(self.blind)}:",
             "",
             "| architecture | why not |",

@@ -57,16 +57,16 @@ def test_a_generator_follows_the_adapters_of_a_model(model: Any) -> None:
     both = adapted(model, target_modules=["q_proj", "v_proj"])
     both.add_adapter("other", lora(target_modules=["k_proj", "v_proj"]))
     generator = tandem.Generator(both)
-    said = [with_tandem(generator)]
-    assert said[0] == with_transformers(both)
+    answers = [with_tandem(generator)]
+    assert answers[0] == with_transformers(both)
     assert generator.why_slower is None
     both.set_adapter("other")  # after a step has been recorded
-    said.append(with_tandem(generator))
-    assert said[1] == with_transformers(both)
+    answers.append(with_tandem(generator))
+    assert answers[1] == with_transformers(both)
     with both.disable_adapter():
         assert with_tandem(generator) == plain
-    assert with_tandem(generator) == said[1]
-    assert len({tuple(plain), *map(tuple, said)}) == 3
+    assert with_tandem(generator) == answers[1]
+    assert len({tuple(plain), *map(tuple, answers)}) == 3
 
 
 @needs_peft
@@ -74,11 +74,11 @@ def test_adapters_are_saved_and_loaded_by_transformers(
     model: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     first = adapted(model, target_modules=["q_proj"])
-    said = with_tandem(tandem.Generator(first))
+    answer = with_tandem(tandem.Generator(first))
     first.save_pretrained(tmp_path / "adapter")
     second = tandem.load(checkpoint, dtype="float32")
     second.load_adapter(str(tmp_path / "adapter"))
-    assert with_tandem(tandem.Generator(second)) == said
+    assert with_tandem(tandem.Generator(second)) == answer
 
 
 @needs_peft
@@ -125,11 +125,11 @@ def test_what_cannot_be_done_with_adapters_is_a_sentence(model: Any, tmp_path: P
 @needs_peft
 def test_a_model_with_adapters_is_packed_after_they_are_merged(model: Any, tmp_path: Path) -> None:
     first = adapted(model, target_modules=["q_proj"])
-    said = with_transformers(first)
+    expected = with_transformers(first)
     with pytest.raises(ModelError, match=r"with adapters, .*write model\.merge_and_unload"):
         tandem.save(first, tmp_path / "packed")
     tandem.save(first.merge_and_unload(), tmp_path / "packed")
-    assert with_transformers(tandem.load(tmp_path / "packed")) == said
+    assert with_transformers(tandem.load(tmp_path / "packed")) == expected
 
 
 @pytest.mark.seam

@@ -215,13 +215,13 @@ def test_what_experts_weights_depend_on_is_not_packed(name: str, tiny: tuple[Any
     model(**tiny_inputs(model) | {"use_cache": False})
     deciding: set[int] = set()
     for hidden, _, weights in received:
-        deciding |= parameters_behind(weights) - parameters_behind(hidden)
+        deciding |= parameters_of(weights) - parameters_of(hidden)
     linear = {m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in deciding}
     assert linear == router_layers(model) or name == "llama4"
     assert not any(module in linear for *_, module in packable_layers(model))
 
 
-def parameters_behind(value: torch.Tensor) -> set[int]:
+def parameters_of(value: torch.Tensor) -> set[int]:
     """Return the ids of the parameters that a value depends on."""
     found, seen, ahead = set(), set(), [value.grad_fn]
     while ahead:

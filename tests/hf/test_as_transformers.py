@@ -78,8 +78,8 @@ def test_left_padding_is_masked(offloaded: Any, eager: Any) -> None:
 def test_a_pipeline_takes_it(offloaded: Any, checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     answer = pipeline("text-generation", model=offloaded, tokenizer=tokenizer)
-    (said,) = answer("hello", max_new_tokens=4)
-    assert said["generated_text"].startswith("hello")
+    (result,) = answer("hello", max_new_tokens=4)
+    assert result["generated_text"].startswith("hello")
 
 
 @pytest.mark.parametrize(

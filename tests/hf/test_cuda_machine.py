@@ -123,19 +123,23 @@ def test_the_profile_is_measured_once_and_memory_is_shared_out(
 def test_an_option_that_one_graph_cannot_follow_is_followed_in_segments_by_name(
     observed: ObservedModel, options: dict[str, Any], reason: str
 ) -> None:
-    asked = dataclasses.replace(observed, options=dataclasses.replace(observed.options, **options))
+    requested = dataclasses.replace(
+        observed, options=dataclasses.replace(observed.options, **options)
+    )
     streams, no_cache = LazyStreams(is_eager=True), cast("ExpertCache", None)
     with pytest.warns(TandemWarning, match=f"one graph cannot follow {reason}$"):
-        parts = device_parts(asked, streams=streams, device_kernels=TorchKernels())
+        parts = device_parts(requested, streams=streams, device_kernels=TorchKernels())
     assert parts.captured(no_cache) is None  # without reading it
 
 
 @pytest.mark.parametrize("options", [{"prefetch_count": 1}, {"prediction": "regression"}])
-def test_what_is_copied_ahead_as_asked_needs_no_segments(
+def test_requested_prefetches_need_no_segments(
     observed: ObservedModel, options: dict[str, Any], recwarn: pytest.WarningsRecorder
 ) -> None:
-    asked = dataclasses.replace(observed, options=dataclasses.replace(observed.options, **options))
-    device_parts(asked, streams=LazyStreams(is_eager=True), device_kernels=TorchKernels())
+    requested = dataclasses.replace(
+        observed, options=dataclasses.replace(observed.options, **options)
+    )
+    device_parts(requested, streams=LazyStreams(is_eager=True), device_kernels=TorchKernels())
     assert not [each for each in recwarn if issubclass(each.category, TandemWarning)]
 
 

@@ -88,10 +88,10 @@ def test_replayed_steps_use_packed_layers_together(threads: CpuThreads) -> None:
     tokens = [50, 61, 72, 83, 94, 105]
     logits = []
     for has_replay in (True, False):
-        rows = cpu_pool(model, threads, [[40, 41], [42]], has_replay=has_replay)
-        rows.prefill()
-        logits.append([rows.decode([token, token + 1]) for token in tokens])
-        assert rows.step.is_replaying is has_replay
+        pool = cpu_pool(model, threads, [[40, 41], [42]], has_replay=has_replay)
+        pool.prefill()
+        logits.append([pool.decode([token, token + 1]) for token in tokens])
+        assert pool.step.is_replaying is has_replay
     for a, b in zip(*logits, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 

@@ -107,7 +107,7 @@ def test_the_experts_placeholders_move_and_the_hosts_embeddings_stay(tmp_path: P
     assert embeddings.weight.device.type == "cpu"
 
 
-def test_a_norm_behind_experts_goes_where_their_rows_are(tmp_path: Path) -> None:
+def test_a_norm_after_experts_goes_where_their_rows_are(tmp_path: Path) -> None:
     model = tandem.load(save_tiny_checkpoint(tmp_path / "tiny", "muse_spark"), dtype="float32")
     module, _ = require_runtime(model).bound[0]
     norm, rows = expert_functions(module).post_norm, torch.randn(3, 32)

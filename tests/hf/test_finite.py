@@ -62,8 +62,8 @@ def test_commands_say_it_in_a_sentence(
     more = {"run": ["-p", "hello"], "pack": ["-o", str(tmp_path / "packed")], "doctor": []}
     assert main([command, str(checkpoint), *more[command]]) == (1 if command == "doctor" else 2)
     shown = capsys.readouterr()
-    told = shown.out if command == "doctor" else shown.err  # its table
-    assert f"the weight {name} holds NaN" in told
+    output = shown.out if command == "doctor" else shown.err  # its table
+    assert f"the weight {name} holds NaN" in output
 
 
 def break_layer(model: Any, number: int) -> None:
@@ -92,14 +92,14 @@ def pooled(model: Any) -> Callable[[], object]:
 
 def on_a_gpu(model: Any) -> Callable[[], object]:
     """Return a captured step on a GPU's twin, and a prompt that fails."""
-    rows = cuda_pool(model, [IDS, [30, 31]], 20, make_capture=TwinCapture)
-    rows.prefill()
+    pool = cuda_pool(model, [IDS, [30, 31]], 20, make_capture=TwinCapture)
+    pool.prefill()
     for token in range(40, 48):
-        rows.decode([token] * 2)
-    assert rows.step.is_replaying, rows.step.why_not
+        pool.decode([token] * 2)
+    assert pool.step.is_replaying, pool.step.why_not
 
     def step() -> object:
-        return rows.decode([60, 61]) if all(map(rows.pool.held, range(2))) else rows.prefill()
+        return pool.decode([60, 61]) if all(map(pool.pool.held, range(2))) else pool.prefill()
 
     return step
 

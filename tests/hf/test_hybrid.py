@@ -162,10 +162,10 @@ def test_a_trace_forces_its_routing(checkpoint: Path, profile: str) -> None:
     inner: list[Any] = []
     runtime.executor.inner.listeners.append(lambda event: inner.append(event.load.experts))
     run(ids)
-    wanted = [
+    expected = [
         tuple(sorted(set(flipped.experts[:, layer].flatten()))) for layer in range(len(inner))
     ]
-    assert inner == wanted
+    assert inner == expected
 
 
 def test_a_trace_of_another_shape_is_refused(checkpoint: Path, profile: str) -> None:
@@ -293,16 +293,16 @@ def test_replayed_steps_on_the_real_clock_do_not_ask_python_for_layers(
     num_layers = len(executor.store)
     generator = Generator(hybrid)
     generator.generate(ids_of("hello there"), max_new_tokens=6, temperature=0)
-    statistics, asked, execute = CacheStatistics(), list[int](), type(executor).execute
+    statistics, executed, execute = CacheStatistics(), list[int](), type(executor).execute
     executor.listeners.append(statistics)
 
     def counting(self: Any, layer: int, *call: Any) -> Any:
-        asked.append(layer)
+        executed.append(layer)
         return execute(self, layer, *call)
 
     monkeypatch.setattr(type(executor), "execute", counting)
     generator.generate(ids_of("other words"), max_new_tokens=30, temperature=0)
-    assert 0 < len(asked) <= 2 * num_layers  # of the prompt
+    assert 0 < len(executed) <= 2 * num_layers  # of the prompt
     assert statistics.calls >= 29 * num_layers
     assert 0 < statistics.hits < statistics.active
     executor.close()
@@ -318,13 +318,13 @@ def test_a_replayed_step_that_is_lost_is_a_sentence(checkpoint: Path, profile: s
 
     executor.captured.coordinator.set_hook(fail)
     generator = Generator(hybrid)
-    wanted = generator.generate(ids_of("hello"), max_new_tokens=9, temperature=0)
+    expected = generator.generate(ids_of("hello"), max_new_tokens=9, temperature=0)
     is_bad = True
     with pytest.raises(ExecutionError, match="the request is lost"):
         generator.generate(ids_of("hello"), max_new_tokens=9, temperature=0)
     is_bad = False
     again = generator.generate(ids_of("hello"), max_new_tokens=9, temperature=0)
-    assert again[0].token_ids == wanted[0].token_ids
+    assert again[0].token_ids == expected[0].token_ids
     executor.close()
 
 

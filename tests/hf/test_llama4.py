@@ -53,9 +53,9 @@ def test_captured_steps_of_slots_are_the_models(tmp_path: Path) -> None:
     model, other = (tandem.load(tmp_path, dtype="float32") for _ in range(2))
     keep_embeddings_on_host(other, other.device)
     prompts = [[40, 41, 42, 43, 44, 45, 46], [50, 51]]
-    rows = cuda_pool(other, prompts, 20, make_capture=TwinCapture)
-    found = logits_of(rows, 2, TOKENS)
-    assert rows.step.is_replaying, rows.step.why_not
+    pool = cuda_pool(other, prompts, 20, make_capture=TwinCapture)
+    found = logits_of(pool, 2, TOKENS)
+    assert pool.step.is_replaying, pool.step.why_not
     alone = [PaddedBatch(model, [prompt], 0) for prompt in prompts]  # padding would count
     expected = [torch.cat([one.prefill() for one in alone])]
     for token in TOKENS:

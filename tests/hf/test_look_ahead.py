@@ -33,7 +33,7 @@ def tiny(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
-def test_a_router_asked_with_its_own_input_repeats_its_choice(name: str, tmp_path: Path) -> None:
+def test_a_router_run_on_its_own_input_repeats_its_choice(name: str, tmp_path: Path) -> None:
     model = tiny(name, tmp_path)
     routers = find_routers(model, runtime_in(model).bound)
     assert not isinstance(routers, str), routers
@@ -178,13 +178,13 @@ def test_steps_that_are_replayed_ask_as_the_models_own_code_does(
     executor = runtime_in(model).executor
     assert isinstance(executor.look_ahead, LookAhead)
     executor.look_ahead.residuals.is_fixed = True  # a step that is compared runs twice
-    asked: list[list[tuple[int, ...]]] = []
+    hinted: list[list[tuple[int, ...]]] = []
 
     def look_ahead(layer: int) -> Sequence[Hint]:
         hints = executor.look_ahead_itself(layer)
         if layer == 0:
-            asked.append([])
-        asked[-1].extend(hint.load.experts for hint in hints)
+            hinted.append([])
+        hinted[-1].extend(hint.load.experts for hint in hints)
         return hints
 
     executor.look_ahead_itself, executor.look_ahead = executor.look_ahead, look_ahead
@@ -199,9 +199,9 @@ def test_steps_that_are_replayed_ask_as_the_models_own_code_does(
         for token in (50, 61, 72, 83, 94):
             pool.decode({0: token})
         assert pool.step.is_replaying == has_replay, pool.step.why_not
-        asked.clear()
+        hinted.clear()
         logits = [pool.decode({0: token}).clone() for token in (105, 116, 41)]
-        found.append((torch.cat(logits), [*asked]))
+        found.append((torch.cat(logits), [*hinted]))
     (ours, guesses), (theirs, expected) = found
     assert guesses == expected
     assert [len(of_step) for of_step in guesses] == [len(executor.store) - 1] * 3
@@ -218,7 +218,7 @@ def test_a_closed_executor_listens_no_more(checkpoint: Path, profile: str) -> No
     assert all(len(router._forward_pre_hooks) == 0 for router in routers)
 
 
-def test_a_model_whose_routers_cannot_be_asked_says_so(
+def test_a_model_whose_routers_cannot_be_run_ahead_is_refused(
     checkpoint: Path, profile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

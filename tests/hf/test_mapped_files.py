@@ -26,12 +26,12 @@ def test_every_byte_is_told_once(tmp_path: Path) -> None:
 
 
 def test_an_interruption_does_not_wait_for_the_rest(tmp_path: Path) -> None:
-    num_chunks, told = 64, list[int]()
+    num_chunks, reported = 64, list[int]()
 
     def interrupt(num_bytes: int) -> None:
-        told.append(num_bytes)
+        reported.append(num_bytes)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         read_ahead([sparse(tmp_path / "a", num_chunks * _CHUNK)], interrupt)
-    assert len(told) < num_chunks
+    assert len(reported) < num_chunks

@@ -29,7 +29,7 @@ ELSEWHERE = {
         ("_sum_combine", "_elementwise_max", "_elementwise_min"),
     ),
 }
-_ASKING = {"getattr", "hasattr", "setattr", "delattr"}
+_BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
 
 
 def is_private(name: str) -> bool:
@@ -65,10 +65,14 @@ def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Import):
             names = [part for alias in node.names for part in alias.name.split(".")]
         elif isinstance(node, ast.Call) and len(node.args) > 1:
-            asked = node.args[1]
-            is_asking = isinstance(node.func, ast.Name) and node.func.id in _ASKING
-            if is_asking and isinstance(asked, ast.Constant) and isinstance(asked.value, str):
-                names = [asked.value]
+            attribute = node.args[1]
+            is_by_name = isinstance(node.func, ast.Name) and node.func.id in _BY_NAME
+            if (
+                is_by_name
+                and isinstance(attribute, ast.Constant)
+                and isinstance(attribute.value, str)
+            ):
+                names = [attribute.value]
         yield from ((node.lineno, name) for name in names if is_private(name))
 
 
@@ -112,7 +116,7 @@ def test_a_private_part_is_found(code: str, name: str) -> None:
     assert [found for _, found in private_uses(ast.parse(code))] == [name]
 
 
-def test_no_object_of_ours_is_asked_for_its_own_attributes_by_name() -> None:
+def test_attributes_of_our_own_objects_are_not_read_by_name() -> None:
     found = [
         f"{path.relative_to(SOURCE)}:{node.lineno}"
         for path in SOURCE.rglob("*.py")

@@ -139,7 +139,7 @@ def engine_cases() -> dict[str, Case]:
     head = _floats(1, TOKENS, DIM)
     where = _ints(TOKENS), torch.arange(TOKENS)
     queries = _floats(HEADS, TOKENS, DIM), _int32(TOKENS, 2), _floats(TOKENS, HEADS, DIM)
-    beside = _floats(HEADS, TOKENS, 2), _floats(TOKENS, HEADS)
+    optional = _floats(HEADS, TOKENS, 2), _floats(TOKENS, HEADS)
     sampler = _native.TokenSampler("", SamplingRule(temperature=1.0, repetition_penalty=2.0))
     assert sampler.choose(_floats(8), array("q", [1, 2]), 0.5) < 8
     rows = _int32(EXPERTS + 1), 1, _floats(TOKENS, HIDDEN), _floats(EXPERTS, HIDDEN)
@@ -160,7 +160,7 @@ def engine_cases() -> dict[str, Case]:
         "AttentionEngine.append": Case(
             attention.append, (compressed, *where, head, head, head.clone())
         ),
-        "AttentionEngine.attend": Case(attention.attend, (biased, *where, *queries, *beside)),
+        "AttentionEngine.attend": Case(attention.attend, (biased, *where, *queries, *optional)),
         "TokenSampler.choose": Case(
             sampler.choose, (_floats(8), torch.tensor([1, 2]), 0.5), any_size=[0, 1]
         ),

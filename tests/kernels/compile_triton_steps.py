@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tandem.devices.cuda import handing
-from tandem.experts.execution.asked_routers import SCORINGS, AskedRouter
+from tandem.experts.execution.look_ahead_routers import SCORINGS, LookAheadRouter
 from tandem.kernels.attention import AttentionForm, DistanceBias
 from tandem.kernels.dense import DenseWeight
 from tandem.kernels.device_compression import ring_shape
@@ -243,13 +243,13 @@ def memory_of(operation: StateOperation, states: torch.Tensor) -> StateMemory:
     return StateMemory(states, torch.zeros(shape))
 
 
-def do_chains(num_rows: int) -> None:
+def do_chains(num_tokens: int) -> None:
     """Launch a decay in fp32 of bf16 values, and a gate with one number per token."""
     bf16 = torch.bfloat16
-    x, bias = torch.zeros(num_rows, 1, 32, dtype=bf16), torch.zeros(32)
+    x, bias = torch.zeros(num_tokens, 1, 32, dtype=bf16), torch.zeros(32)
     decay = chains.Chain((0, 8, 3, 9), (0, 3, 4, 2), (0, 1, 4, 5), (0, 0, 0, 0), ())
     chains.chain([x, bias, bias], decay, x.shape, torch.float32)
-    rows, gate = torch.zeros(num_rows, 2048, dtype=bf16), torch.zeros(num_rows, 1, dtype=bf16)
+    rows, gate = torch.zeros(num_tokens, 2048, dtype=bf16), torch.zeros(num_tokens, 1, dtype=bf16)
     gated = chains.Chain((2, 9, 8, 9), (2, 0, 5, 6), (2, 4, 1, 3), (1, 1, 1, 1), (0.5,))
     chains.chain([rows, rows, gate], gated, rows.shape, bf16)
 
@@ -258,14 +258,14 @@ SMALL = ((2048, 128, 128, 8), (2880, 64, 32, 4), (7168, 256, 512, 10), (2816, 25
 
 
 def hand_layers_over(
-    num_rows: int, dtype: torch.dtype, *, layers: Sequence[int], wait_seconds: float
+    num_tokens: int, dtype: torch.dtype, *, layers: Sequence[int], wait_seconds: float
 ) -> None:
     """Launch the hand-over of layers of this many tokens; if they wait, kernels ring and poll."""
     num_experts, top_k, hidden_size = 128, 8, 2048
-    pairs = num_rows * top_k
-    words, index = torch.zeros(pairs, dtype=torch.int32), torch.zeros(num_rows, top_k).long()
-    weights, rows = torch.zeros(num_rows, top_k), torch.zeros(pairs, hidden_size)
-    hidden = torch.zeros(num_rows, hidden_size, dtype=dtype)
+    pairs = num_tokens * top_k
+    words, index = torch.zeros(pairs, dtype=torch.int32), torch.zeros(num_tokens, top_k).long()
+    weights, rows = torch.zeros(num_tokens, top_k), torch.zeros(pairs, hidden_size)
+    hidden = torch.zeros(num_tokens, hidden_size, dtype=dtype)
     word = words[:1]
     waits = handing.WaitWords(word, word)
     box = handing.MailboxTensors(
@@ -275,8 +275,8 @@ def hand_layers_over(
     addresses = handing.publish(box, table, hidden, index, weights, rings=rings)
     matrix, residual = torch.zeros(num_experts, hidden_size, dtype=dtype), torch.zeros(hidden_size)
     for bias, scoring in ((None, ""), *((matrix[:, 0], scoring) for scoring in SCORINGS)):
-        router = AskedRouter(matrix, bias, residual, scoring)
-        handing.publish_guess(box, handing.Asked(router, hidden), index, num_experts)
+        router = LookAheadRouter(matrix, bias, residual, scoring)
+        handing.publish_guess(box, handing.NextRouter(router, hidden), index, num_experts)
     for layer in layers:
         handing.take_fetched(
             box, addresses, index, num_experts, layer=layer, wait_seconds=wait_seconds
@@ -287,11 +287,11 @@ def hand_layers_over(
         )  # fmt: skip
 
 
-def hand_over_launches(num_rows: int) -> list[Launch]:
+def hand_over_launches(num_tokens: int) -> list[Launch]:
     """Return the launches of a layer's hand-over; `code_of` prints the last ones."""
     launches = noted_launches_of(KERNELS)
     for wait_seconds in (0.0, 9.0):
-        hand_layers_over(num_rows, torch.bfloat16, layers=[1], wait_seconds=wait_seconds)
+        hand_layers_over(num_tokens, torch.bfloat16, layers=[1], wait_seconds=wait_seconds)
     return [on_gpu(launch) for launch in launches]
 
 
@@ -301,21 +301,21 @@ def on_gpu(launch: Launch) -> Launch:
     return launch._replace(constants=launch.constants | ({"on_gpu": True} if knows else {}))
 
 
-def dense_launches(format_name: str, num_rows: int) -> list[Launch]:
+def dense_launches(format_name: str, num_tokens: int) -> list[Launch]:
     """Return the launches of packed linear layers for this many tokens, alone and grouped."""
     launches = noted_launches()
-    multiply(format_name, num_rows)
+    multiply(format_name, num_tokens)
     return launches
 
 
-def multiply(format_name: str, num_rows: int) -> None:
+def multiply(format_name: str, num_tokens: int) -> None:
     """Multiply packed linear layers for this many tokens, alone and grouped."""
     # Arbitrary contents: some formats cannot be quantised to.
     matrix = PackedMatrix.empty(512, 2048, find_format(format_name))
-    weight = dense.bring(DenseWeight(matrix, torch.zeros(512)), torch.device("cpu"))
-    rows = torch.zeros(num_rows, 2048, dtype=torch.bfloat16)
+    weight = dense.copy_to_device(DenseWeight(matrix, torch.zeros(512)), torch.device("cpu"))
+    rows = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16)
     dense.multiply(rows, weight)
-    if dense.can_join(num_rows, weight):
+    if dense.can_join(num_tokens, weight):
         dense.multiply_together(rows, [weight] * dense.MOST_TOGETHER)
 
 

@@ -82,7 +82,7 @@ def run_prompt(
         routing = Routing(index, GEOMETRY.num_experts)
         order = routing.experts
         call = LayerCall(store[0], FUNCTIONS, routing, order)
-        side = CallSide(hidden.bfloat16(), torch.empty(routing.num_rows, HIDDEN))
+        side = CallSide(hidden.bfloat16(), torch.empty(routing.num_routed, HIDDEN))
         half = len(order) // 2
         for first, last in ((0, len(order)), (0, half), (half, len(order)), (half, half + 1)):
             if last > first:

@@ -96,11 +96,11 @@ def defined(
     """Return queries (heads, tokens, dim) and their attention by definition, shared by tests."""
     (keys, values), sinks = keys_and_values(form, dtype, 3), sinks_of(form, has_sinks)
     query = torch.randn(len(rows), form.num_heads, form.key_dim).to(dtype).transpose(0, 1)
-    wanted = [
+    expected = [
         plain(form, query[:, token], keys[row], values[row], position, sinks, row)
         for token, (row, position) in enumerate(zip(rows, positions, strict=True))
     ]
-    return query, torch.stack(wanted)
+    return query, torch.stack(expected)
 
 
 def require_definition(
@@ -109,10 +109,10 @@ def require_definition(
 ) -> None:  # fmt: skip
     """Attend for tokens of some slots and positions; compare each with the definition."""
     attention, *_ = filled(form, dtype, sinks_of(form, has_sinks))
-    query, wanted = defined(form, dtype, (*rows.tolist(),), (*positions.tolist(),), has_sinks)
+    query, expected = defined(form, dtype, (*rows.tolist(),), (*positions.tolist(),), has_sinks)
     actual = attention.attend(CpuThreads(num_threads=2, isa=isa), rows, positions, query)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("isa", available_isas())
@@ -147,8 +147,8 @@ def test_int8_keys_and_values_cost_a_percent(isa: str, dtype: torch.dtype) -> No
         query = torch.randn(4, form.num_heads, form.key_dim).to(dtype).transpose(0, 1)
         actual = attention.attend(CpuThreads(num_threads=2, isa=isa), rows, positions, query)
         for token, position in enumerate(positions.tolist()):
-            wanted = plain(form, query[:, token], keys[1], values[1], position, None, 1)
-            assert (actual[token] - wanted).norm() < 0.02 * wanted.norm()
+            expected = plain(form, query[:, token], keys[1], values[1], position, None, 1)
+            assert (actual[token] - expected).norm() < 0.02 * expected.norm()
 
 
 def test_int8_survives_channels_that_stand_out() -> None:
@@ -160,8 +160,8 @@ def test_int8_survives_channels_that_stand_out() -> None:
     query = torch.randn(8, 1, 128)
     query[..., 7] /= 20
     actual = attention.attend(THREADS, torch.tensor([0]), torch.tensor([699]), query)[0]
-    wanted = plain(form, query[:, 0], keys[0], values[0], 699, None)
-    assert (actual - wanted).norm() < 0.1 * wanted.norm()
+    expected = plain(form, query[:, 0], keys[0], values[0], 699, None)
+    assert (actual - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
@@ -178,8 +178,8 @@ def test_what_was_not_written_is_never_heard(kv_dtype: str) -> None:
     query = torch.randn(4, 5, 24)
     actual = attention.attend(THREADS, rows, positions, query)
     for token in range(5):
-        wanted = plain(form, query[:, token], key, value, token, None)
-        torch.testing.assert_close(actual[token].double(), wanted, rtol=0.05, atol=0.05)
+        expected = plain(form, query[:, token], key, value, token, None)
+        torch.testing.assert_close(actual[token].double(), expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("isa", available_isas())
@@ -227,9 +227,9 @@ def test_tokens_see_the_selected_positions_alone(isa: str, kv_dtype: str) -> Non
             seen = {p for p in selected[token].tolist() if 0 <= p <= position}
             some = sorted(seen) if selected[token, 0] >= 0 else list(range(position + 1))
             k, v = keys[row][:, some], values[row][:, some]
-            wanted = plain(form, query[:, token], k, v, len(some) - 1, sinks_of(form, True))
+            expected = plain(form, query[:, token], k, v, len(some) - 1, sinks_of(form, True))
             tolerance = {"fp32": 1e-5, "bf16": 0.02, "int8": 0.04}[kv_dtype]
-            assert (actual[token] - wanted).norm() < tolerance * wanted.norm()
+            assert (actual[token] - expected).norm() < tolerance * expected.norm()
 
 
 def test_each_kv_head_sees_the_blocks_that_it_selects() -> None:
@@ -247,8 +247,8 @@ def test_each_kv_head_sees_the_blocks_that_it_selects() -> None:
             some = [p for p in range(position + 1) if chosen[0] < 0 or p // 24 in chosen]
             of_head = query[:, token]
             k, v = keys[row][:, some], values[row][:, some]
-            wanted = plain(form, of_head, k, v, len(some) - 1, None)[head]
-            torch.testing.assert_close(actual[token, head].double(), wanted, rtol=1e-5, atol=1e-5)
+            expected = plain(form, of_head, k, v, len(some) - 1, None)[head]
+            torch.testing.assert_close(actual[token, head].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_keep_what_they_hold_when_they_grow_or_are_copied() -> None:
@@ -261,8 +261,8 @@ def test_rows_keep_what_they_hold_when_they_grow_or_are_copied() -> None:
     query = torch.randn(4, 2, 24)
     actual = attention.attend(THREADS, torch.tensor([1, 2]), torch.tensor([699, 599]), query)
     for token, (row, position) in enumerate([(1, 699), (0, 599)]):
-        wanted = plain(form, query[:, token], keys[row], values[row], position, None)
-        torch.testing.assert_close(actual[token].double(), wanted, rtol=1e-5, atol=1e-5)
+        expected = plain(form, query[:, token], keys[row], values[row], position, None)
+        torch.testing.assert_close(actual[token].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_bytes_are_those_of_the_format() -> None:
@@ -313,8 +313,8 @@ def test_a_bias_by_distance_and_sinks_of_each_token(
         count = len(positions)
         query, states = (torch.randn(6, count, n).to(dtype) for n in (32, 5))
         sinks, slots = torch.randn(count, 6).to(dtype), torch.zeros(count).long()
-        beside = {"bias_states": states, "sinks": sinks}
-        actual = attention.attend(threads, slots, positions, query, **beside)
+        optional = {"bias_states": states, "sinks": sinks}
+        actual = attention.attend(threads, slots, positions, query, **optional)
         scores = query.double() @ key.repeat_interleave(3, 0).double().mT * form.scale
         for token, position in enumerate(positions.tolist()):
             for distance in range(min(extent, position + 1)):
@@ -323,6 +323,6 @@ def test_a_bias_by_distance_and_sinks_of_each_token(
             scores[:, token, position + 1 :] = float("-inf")
             scores[:, token, : max(0, position + 1 - (window or 200))] = float("-inf")
         whole = torch.cat([scores, sinks.T[..., None].double()], -1).softmax(-1)[..., :-1]
-        wanted = (whole @ value.repeat_interleave(3, 0).double()).transpose(0, 1)
+        expected = (whole @ value.repeat_interleave(3, 0).double()).transpose(0, 1)
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)

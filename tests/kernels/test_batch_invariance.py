@@ -24,7 +24,7 @@ MAX_ROWS = 64
 MAX_PORTABLE_PRODUCTS = 40_000_000
 FORMATS_OF_LAYERS = st.sampled_from(FORMATS)
 SIZES = st.sampled_from([16, 96, 128, 136, 576, 640]) | st.integers(1, 300)
-NUM_ROWS = st.integers(1, MAX_ROWS)
+NUM_TOKENS = st.integers(1, MAX_ROWS)
 
 
 @functools.cache
@@ -40,20 +40,20 @@ def threads_of(isa: str) -> CpuThreads:
 
 @pytest.mark.parametrize("isa", available_isas())
 @settings(max_examples=60)
-@given(fmt=FORMATS_OF_LAYERS, rows=SIZES, cols=SIZES, num_rows=NUM_ROWS, is_bf16=st.booleans())
-@example(fmt=find_format("bf16"), rows=1536, cols=576, num_rows=64, is_bf16=True)
-@example(fmt=find_format("fp16"), rows=1536, cols=576, num_rows=3, is_bf16=False)
-@example(fmt=find_format("bf16"), rows=2048, cols=2048, num_rows=2, is_bf16=False)
-@example(fmt=find_format("fp16"), rows=2048, cols=2048, num_rows=9, is_bf16=False)
-@example(fmt=find_format("iq1_m"), rows=40, cols=300, num_rows=9, is_bf16=False)
-@example(fmt=find_format("iq3_s"), rows=96, cols=512, num_rows=3, is_bf16=False)
+@given(fmt=FORMATS_OF_LAYERS, rows=SIZES, cols=SIZES, num_tokens=NUM_TOKENS, is_bf16=st.booleans())
+@example(fmt=find_format("bf16"), rows=1536, cols=576, num_tokens=64, is_bf16=True)
+@example(fmt=find_format("fp16"), rows=1536, cols=576, num_tokens=3, is_bf16=False)
+@example(fmt=find_format("bf16"), rows=2048, cols=2048, num_tokens=2, is_bf16=False)
+@example(fmt=find_format("fp16"), rows=2048, cols=2048, num_tokens=9, is_bf16=False)
+@example(fmt=find_format("iq1_m"), rows=40, cols=300, num_tokens=9, is_bf16=False)
+@example(fmt=find_format("iq3_s"), rows=96, cols=512, num_tokens=3, is_bf16=False)
 def test_rows_of_a_dense_product(
-    isa: str, fmt: WeightFormat, rows: int, cols: int, num_rows: int, is_bf16: bool
+    isa: str, fmt: WeightFormat, rows: int, cols: int, num_tokens: int, is_bf16: bool
 ) -> None:
     if isa == "portable":
-        num_rows = min(num_rows, max(2, MAX_PORTABLE_PRODUCTS // (rows * cols)))
+        num_tokens = min(num_tokens, max(2, MAX_PORTABLE_PRODUCTS // (rows * cols)))
     threads, weight = threads_of(isa), weight_of(fmt, rows, cols)
-    x = torch.randn(num_rows, cols, generator=torch.Generator().manual_seed(num_rows))
+    x = torch.randn(num_tokens, cols, generator=torch.Generator().manual_seed(num_tokens))
     x = x.bfloat16() if is_bf16 else x
     (together,) = multiply(threads, [weight], x)
     alone = torch.cat([multiply(threads, [weight], row)[0] for row in x.split(1)])
@@ -67,22 +67,22 @@ def layer_of(fmt: WeightFormat, hidden: int, inner: int) -> Layer:
 
 @pytest.mark.parametrize("isa", available_isas())
 @settings(max_examples=40)
-@given(fmt=FORMATS_OF_LAYERS, hidden=SIZES, inner=SIZES, num_rows=NUM_ROWS)
-@example(fmt=find_format("bf16"), hidden=576, inner=640, num_rows=64)
-@example(fmt=find_format("fp8"), hidden=640, inner=576, num_rows=9)
+@given(fmt=FORMATS_OF_LAYERS, hidden=SIZES, inner=SIZES, num_tokens=NUM_TOKENS)
+@example(fmt=find_format("bf16"), hidden=576, inner=640, num_tokens=64)
+@example(fmt=find_format("fp8"), hidden=640, inner=576, num_tokens=9)
 def test_routed_tokens_of_an_expert(
-    isa: str, fmt: WeightFormat, hidden: int, inner: int, num_rows: int
+    isa: str, fmt: WeightFormat, hidden: int, inner: int, num_tokens: int
 ) -> None:
     if isa == "portable":
-        num_rows = min(num_rows, max(2, MAX_PORTABLE_PRODUCTS // (6 * hidden * inner)))
+        num_tokens = min(num_tokens, max(2, MAX_PORTABLE_PRODUCTS // (6 * hidden * inner)))
     experts = experts_of(isa)
     layer = layer_of(fmt, hidden, inner)
-    tokens = list(range(num_rows))
+    tokens = list(range(num_tokens))
     together = of_rows(layer, [tokens, tokens[::-1]]).compute(experts)
-    for token in tokens[:: max(1, num_rows // 5)]:
+    for token in tokens[:: max(1, num_tokens // 5)]:
         first, second = of_rows(layer, [[token], [token]]).compute(experts)
         assert torch.equal(together[0][token], first[0])
-        assert torch.equal(together[1][num_rows - 1 - token], second[0])
+        assert torch.equal(together[1][num_tokens - 1 - token], second[0])
 
 
 @pytest.mark.parametrize("isa", available_isas())

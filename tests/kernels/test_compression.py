@@ -105,9 +105,9 @@ def attention_of(
     return attention, kept
 
 
-def plain(query: Tensor, own: Tensor, beside: Tensor, sinks: Tensor | None) -> Tensor:
+def plain(query: Tensor, own: Tensor, compressed_keys: Tensor, sinks: Tensor | None) -> Tensor:
     """Compute one token's attention: query (heads, dim), keys (n, dim) that are also values."""
-    keys = torch.cat([own, beside]).double()
+    keys = torch.cat([own, compressed_keys]).double()
     scores = query.double() @ keys.T * query.shape[-1] ** -0.5
     nothing = torch.full((len(query),), -torch.inf) if sinks is None else sinks
     weights = torch.cat([scores, nothing[:, None].double()], dim=-1).softmax(-1)[:, :-1]
@@ -130,11 +130,15 @@ def test_a_window_and_compressed_keys(
     """Slots with few, no and several segments of compressed keys."""
     sinks = draw(5, seed=4) if has_sinks else None
     attention, _ = attention_of(dim, dtype, sinks, kv_dtype)
-    keys, beside = (draw(3, TOKENS, dim, seed=n, dtype=dtype) for n in (1, 2))
+    keys, compressed_keys = (draw(3, TOKENS, dim, seed=n, dtype=dtype) for n in (1, 2))
     lengths = {0: 2, 1: 37, 2: TOKENS}
     for slot, count in lengths.items():
         at = torch.arange(count)
-        slots, own, more = torch.full_like(at, slot), keys[slot, :count], beside[slot, :count]
+        slots, own, more = (
+            torch.full_like(at, slot),
+            keys[slot, :count],
+            compressed_keys[slot, :count],
+        )
         attention.append(threads, slots, at, own[None], own[None], more[None])
     slots = torch.tensor([2, 0, *[1] * 9, 2, 2])
     at = torch.tensor([5, 1, *range(28, 37), TOKENS - 2, TOKENS - 1])
@@ -149,10 +153,12 @@ def test_a_window_and_compressed_keys(
     tolerance = 5e-2 if kv_dtype else 1e-5 if dtype == torch.float32 else 2e-2
     for token, (slot, position) in enumerate(zip(slots.tolist(), at.tolist(), strict=True)):
         own = keys[slot, max(0, position + 1 - WINDOW) : position + 1]
-        all_beside = beside[slot, : position + 1][RATIO - 1 :: RATIO]
+        all_compressed = compressed_keys[slot, : position + 1][RATIO - 1 :: RATIO]
         some = [] if selected is None else [n for n in selected[token].tolist() if n >= 0]
-        wanted = plain(query[:, token], own, all_beside[some] if some else all_beside, sinks)
-        torch.testing.assert_close(actual[token].double(), wanted, rtol=tolerance, atol=tolerance)
+        expected = plain(
+            query[:, token], own, all_compressed[some] if some else all_compressed, sinks
+        )
+        torch.testing.assert_close(actual[token].double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
@@ -162,10 +168,10 @@ def test_a_token_does_not_depend_on_the_others(
 ) -> None:
     """Attend alone, beside neighbours and beside other slots, near ends of windows and segments."""
     attention, _ = attention_of(32, torch.float32, draw(heads, seed=4), kv_dtype, heads)
-    keys, beside = (draw(TOKENS, 32, seed=n) for n in (1, 2))
+    keys, compressed_keys = (draw(TOKENS, 32, seed=n) for n in (1, 2))
     places, ones = torch.arange(TOKENS), torch.ones(TOKENS, dtype=torch.int64)
     for slots in (0 * ones, ones, 2 * ones):
-        attention.append(threads, slots, places, keys[None], keys[None], beside[None])
+        attention.append(threads, slots, places, keys[None], keys[None], compressed_keys[None])
     at = torch.tensor([*range(1020, 1029), *range(2), *range(2042, 2056), 2590])
     slots = torch.tensor([0] * 9 + [1] * 2 + [2] * (len(at) - 11))
     query = draw(heads, len(at), 32, seed=5)
@@ -187,14 +193,16 @@ def test_a_ring_gives_what_all_positions_give(threads: CpuThreads, kv_dtype: str
     whole, ring = (
         attention_of(32, torch.float32, None, kv_dtype, capacity=n)[0] for n in (TOKENS, 128)
     )
-    keys, beside = (draw(1, 700, 32, seed=n) for n in (1, 2))
+    keys, compressed_keys = (draw(1, 700, 32, seed=n) for n in (1, 2))
     query, done = draw(5, 700, 32, seed=3), 0
     for count in (100, 1, 1, 60, 90, 3, 106, 106, 1, 1, 105, 26, 100):
         some = slice(done, done + count)
         at, slots = torch.arange(some.start, some.stop), torch.zeros(count, dtype=torch.int64)
         found = []
         for attention in (whole, ring):
-            attention.append(threads, slots, at, keys[:, some], keys[:, some], beside[:, some])
+            attention.append(
+                threads, slots, at, keys[:, some], keys[:, some], compressed_keys[:, some]
+            )
             found.append(attention.attend(threads, slots, at, query[:, some]))
         assert torch.equal(*found)
         done += count

@@ -43,8 +43,8 @@ def expected(weight: DenseWeight, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.linear(x.float(), weight.values(), bias)
 
 
-def error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((actual.float() - wanted).norm() / wanted.norm())
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.float() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("isa", available_isas())

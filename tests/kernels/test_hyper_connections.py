@@ -90,7 +90,7 @@ def test_inputs_and_weights_of_any_number_of_tokens(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "dim"), SIZES)
-def test_streams_behind_a_layer(threads: CpuThreads, dtype: torch.dtype, n: int, dim: int) -> None:
+def test_streams_after_a_layer(threads: CpuThreads, dtype: torch.dtype, n: int, dim: int) -> None:
     """As in the models, weights are rounded first, then the sum of two rounded parts."""
     streams, *rest = tensors_of(SINKHORN, 41, n, dim, dtype)
     y = streams.flip(0, 1).mean(1)
@@ -111,14 +111,14 @@ def test_a_token_does_not_depend_on_the_others_nor_on_threads(
 ) -> None:
     streams, *rest = tensors_of(SINKHORN, 70, 4, 600, dtype)
     out, weights = mix_in(threads, SINKHORN, streams, *rest)
-    behind = mix_out(threads, out, weights, streams)
+    mixed = mix_out(threads, out, weights, streams)
     others = CpuThreads(num_threads=num_threads, isa=threads.isa)
     for first, end in ((0, 1), (1, 4), (4, 39), (69, 70)):
         part = slice(first, end)
         alone, own = mix_in(others, SINKHORN, streams[part], *rest)
         assert torch.equal(alone, out[part])
         assert torch.equal(own, weights[part])
-        assert torch.equal(mix_out(others, alone, own, streams[part]), behind[part])
+        assert torch.equal(mix_out(others, alone, own, streams[part]), mixed[part])
 
 
 def test_what_is_no_number_stays_none(threads: CpuThreads) -> None:

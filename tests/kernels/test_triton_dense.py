@@ -40,7 +40,7 @@ def test_products_are_those_of_the_unpacked_weight(
     weight = torch.randn(72, 160, generator=random) / 160**0.5
     bias = torch.randn(72, generator=random) if has_bias else None
     packed = pack_dense(weight, bias, find_format(name))
-    layer = DeviceLinear(dense.bring(packed, CPU), dtype)
+    layer = DeviceLinear(dense.copy_to_device(packed, CPU), dtype)
     back = layer.on_host()
     assert torch.equal(back.values(), packed.values())
     assert (back.bias is None) == (bias is None)
@@ -58,7 +58,7 @@ def test_products_are_those_of_the_unpacked_weight(
 
 def test_groups_of_rows_have_inputs_of_their_own(dense: ModuleType) -> None:
     packed = pack_dense(torch.randn(96, 64), None, find_format("int8"))
-    layer = DeviceLinear(dense.bring(packed, CPU), torch.float32)
+    layer = DeviceLinear(dense.copy_to_device(packed, CPU), torch.float32)
     layer.cut(3)
     x = torch.randn(2, 5, 3, 64)
     found, weights = layer(x), packed.values().chunk(3)
@@ -93,18 +93,20 @@ def test_layers_are_replaced_where_they_lie(dense: ModuleType) -> None:
     assert float((block(x) - expected).norm() / expected.norm()) < 0.01
 
 
-@pytest.mark.parametrize(("num_rows", "outputs"), [(1, (72, 16)), (3, (40, 24, 16)), (8, (16, 40))])
+@pytest.mark.parametrize(
+    ("num_tokens", "outputs"), [(1, (72, 16)), (3, (40, 24, 16)), (8, (16, 40))]
+)
 def test_layers_of_one_input_give_what_each_gives(
-    dense: ModuleType, num_rows: int, outputs: tuple[int, ...]
+    dense: ModuleType, num_tokens: int, outputs: tuple[int, ...]
 ) -> None:
     random = torch.Generator().manual_seed(1)
-    x = torch.randn(num_rows, 64, generator=random)
+    x = torch.randn(num_tokens, 64, generator=random)
     weights = []
     for number, count in enumerate(outputs):
         bias = torch.randn(count, generator=random) if number % 2 else None
         matrix = torch.randn(count, 64, generator=random)
-        weights.append(dense.bring(pack_dense(matrix, bias, find_format("int8")), CPU))
-    assert dense.can_join(num_rows, *weights)
+        weights.append(dense.copy_to_device(pack_dense(matrix, bias, find_format("int8")), CPU))
+    assert dense.can_join(num_tokens, *weights)
     together = dense.multiply_together(x, weights)
     for found, weight in zip(together, weights, strict=True):
         assert torch.equal(found, dense.multiply(x, weight))
@@ -112,7 +114,7 @@ def test_layers_of_one_input_give_what_each_gives(
 
 def test_only_few_rows_by_alike_layers_are_one_launch(dense: ModuleType) -> None:
     int8, wider, int4 = (
-        dense.bring(pack_dense(torch.randn(16, cols), None, find_format(name)), CPU)
+        dense.copy_to_device(pack_dense(torch.randn(16, cols), None, find_format(name)), CPU)
         for name, cols in (("int8", 64), ("int8", 128), ("int4", 64))
     )
     assert dense.can_join(8, int8, int8)

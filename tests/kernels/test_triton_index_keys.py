@@ -81,7 +81,7 @@ def selected(case: Case, kernels: DecodeKernels | None) -> list[Tensor]:
         slots = [slot for slot, _ in enumerate(case.lengths) for _ in each]
         positions = [length + i for length in case.lengths for i in each]
         places = StepPlaces(len(slots), CPU)
-        places.bring(slots, positions, [Run(0, 0, 0, 0)] * len(slots), [0] * len(slots))
+        places.upload(slots, positions, [Run(0, 0, 0, 0)] * len(slots), [0] * len(slots))
         rows = torch.tensor(slots)
         numbers = index_keys.of_step(new, places, rows, case.length, *inputs(len(slots)))
         found.append(numbers.sort().values)

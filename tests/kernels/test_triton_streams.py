@@ -41,7 +41,7 @@ def test_inputs_and_weights(
 
 @pytest.mark.parametrize(("n", "dim"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_streams_behind_a_layer(streams_module: Any, n: int, dim: int, dtype: torch.dtype) -> None:
+def test_streams_after_a_layer(streams_module: Any, n: int, dim: int, dtype: torch.dtype) -> None:
     """Weights are rounded first, then the sum of two rounded parts."""
     streams, *_ = tensors_of(SINKHORN, 3, n, dim, dtype)
     y, weights = streams.flip(0, 1).mean(1), torch.rand(3, n + n * n)

@@ -62,7 +62,7 @@ def steps_of(case: Case, windows: DeviceWindows) -> list[Tensor]:
         slots = [slot for slot, _ in enumerate(case.lengths) for _ in each]
         positions = [length + i for length in case.lengths for i in each]
         places = StepPlaces(len(slots), CPU)
-        places.bring(slots, positions, [Run(0, 0, 0, 0)] * len(slots), [0] * len(slots))
+        places.upload(slots, positions, [Run(0, 0, 0, 0)] * len(slots), [0] * len(slots))
         given = call(len(slots))
         if case.most_chosen:
             given = given._replace(selected=chosen_of(case, positions, random))

@@ -176,16 +176,16 @@ def test_answers_with_drafts_are_those_without(
 def test_what_has_no_mtp_layer_says_so(tmp_path: Path) -> None:
     file = with_mtp(tmp_path)
     model = tandem.load(file, threads=1)
-    beside = tmp_path / "mtp-model.gguf"
+    mtp_file = tmp_path / "mtp-model.gguf"
     with pytest.raises(UnsupportedModelError, match=r"drafts for one .* give the .gguf file"):
-        tandem.load(beside)
-    assert len(load_mtp(model, beside)) == 1  # named itself
+        tandem.load(mtp_file)
+    assert len(load_mtp(model, mtp_file)) == 1  # named itself
     with pytest.raises(UnsupportedModelError, match="converter leaves it out; put the file"):
         find_mtp(file, 128)  # of a wider model
     other = unpacked("deepseek32", tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"'deepseek32'; of GGUF files .* safetensors"):
         load_mtp(model, other)
-    beside.unlink()
+    mtp_file.unlink()
     with pytest.warns(TandemWarning, match="nothing is drafted by mtp: .* converter leaves it out"):
         Generator(model, speculate="mtp")
 

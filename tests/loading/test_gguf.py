@@ -63,8 +63,10 @@ def test_answers_are_those_of_the_decoded_blocks(
 def test_types_that_no_format_holds_together_are_rounded_and_named(tmp_path: Path) -> None:
     expected = tiny_model(sizes=WIDE)
     file = write_gguf(tmp_path / "model.gguf", expected, "apart")
-    said = r"layers.0.*\(GGUF blocks IQ4_XS and Q5_K\) to int8-g32 and 1 more like it are rounded"
-    with pytest.warns(TandemWarning, match=said):
+    message = (
+        r"layers.0.*\(GGUF blocks IQ4_XS and Q5_K\) to int8-g32 and 1 more like it are rounded"
+    )
+    with pytest.warns(TandemWarning, match=message):
         model = tandem.load(file, dtype="fp32")
     layers = list(runtime_in(model).store)
     assert [x.layout.format_name for x in layers] == ["int8-g32+q4_k"] * 2

@@ -214,9 +214,9 @@ def test_doctor_of_a_damaged_file(
     assert "download it again" in shown.out
     assert shown.err == ""
     assert main(["run", str(damaged), "-p", "x", "--json"]) == 2
-    said = json.loads(capsys.readouterr().out)["error"]["message"]
-    assert said.startswith(f"{damaged} cannot be read as GGUF")
-    assert said.count("download") == 1
+    message = json.loads(capsys.readouterr().out)["error"]["message"]
+    assert message.startswith(f"{damaged} cannot be read as GGUF")
+    assert message.count("download") == 1
     assert main(["doctor", str(tmp_path / "nothing.gguf"), "--threads", "1"]) == 2
 
 

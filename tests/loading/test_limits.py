@@ -29,7 +29,7 @@ def limit(num_threads):
 """
 RUN = LIMITED + "limit(int(sys.argv.pop(1)))\n" + COMMAND
 WARM = IMPORTS + "import tandem.hf.load, tandem.cli.run, tandem.cli.session, torch._dynamo\n"
-SAID = "end other programs, or raise the limit"
+MESSAGE = "end other programs, or raise the limit"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_threads_that_run_out_while_a_model_loads_are_a_sentence(
     done = python(RUN, str(num_threads), "run", str(models / name), *more, imports=WARM)
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 2), done.stderr
-    assert (SAID in done.stderr) == (done.returncode == 2), done.stderr
+    assert (MESSAGE in done.stderr) == (done.returncode == 2), done.stderr
 
 
 def test_threads_that_compute_and_do_not_start_are_a_sentence() -> None:
@@ -86,7 +86,7 @@ def test_weights_are_packed_by_the_threads_that_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (MemoryError(), "no more memory"),
         (RuntimeError("can't start new thread"), "cannot start more threads"),
@@ -96,9 +96,9 @@ def test_weights_are_packed_by_the_threads_that_there_are() -> None:
     ],
 )
 def test_what_libraries_say_of_memory_and_threads_is_a_sentence(
-    error: Exception, said: str
+    error: Exception, message: str
 ) -> None:
-    with pytest.raises(CapacityError, match=said), capacity_errors():
+    with pytest.raises(CapacityError, match=message), capacity_errors():
         raise error
 
 

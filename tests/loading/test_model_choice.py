@@ -81,7 +81,7 @@ def test_a_directory_has_no_revisions(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "revision is 'main', and" in capsys.readouterr().err
 
 
-def test_code_of_a_model_runs_only_when_asked(
+def test_code_of_a_model_runs_only_on_request(
     with_code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed = tmp_path / "packed"

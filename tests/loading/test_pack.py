@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_room_is_said_before_anything_is_written(
+def test_too_little_room_is_reported_before_anything_is_written(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 1000})

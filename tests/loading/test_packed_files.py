@@ -88,7 +88,7 @@ def test_each_expert_begins_with_a_page_of_the_file(packed: Path) -> None:
             assert _native.crc32c(whole, 0) == sums[name][expert]
 
 
-def test_orders_of_inputs_stand_behind_the_experts(tmp_path: Path) -> None:
+def test_orders_of_inputs_follow_the_experts(tmp_path: Path) -> None:
     fmt = FORMATS["gptq-order"]
     plain = write_plain(tmp_path / "plain", fmt.architecture)
     source = write_quantised(tmp_path / "quantised", plain, fmt)
@@ -97,7 +97,7 @@ def test_orders_of_inputs_stand_behind_the_experts(tmp_path: Path) -> None:
     (first, *_) = sorted(packed.glob("tandem-experts-*.safetensors"))
     with first.open("rb") as stream:
         header = json.loads(stream.read(data_begin(first))[8:])
-    begins = {name: said["data_offsets"][0] for name, said in header.items() if name[0] != "_"}
+    begins = {name: entry["data_offsets"][0] for name, entry in header.items() if name[0] != "_"}
     names = sorted(begins, key=lambda name: begins[name])
     assert [name.rpartition("tandem_")[2] for name in names] == ["experts", "input_order"]
 
@@ -141,10 +141,10 @@ def test_a_wrong_sum_of_an_expert_is_named_though_its_file_is_whole(packed: Path
     name = experts_name(packed / "tandem-experts-00001.safetensors")
     sums[name][3] ^= 1
     with_sums(packed, sums)
-    said = rf"{INDEX_FILE}: the CRC-32C of expert 3 of {name} is {sums[name][3]}, and .* holds"
-    with pytest.raises(ModelError, match=said):
+    message = rf"{INDEX_FILE}: the CRC-32C of expert 3 of {name} is {sums[name][3]}, and .* holds"
+    with pytest.raises(ModelError, match=message):
         tandem.load(packed, verify=True)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         check_model_files(open_model(packed))
 
 
@@ -161,10 +161,10 @@ def test_what_are_no_sums_of_experts_is_refused(packed: Path, tmp_path: Path, ki
         "negative": {name: [-1] * len(one) for name, one in known.items()},
     }
     with_sums(packed, kinds[kind])
-    said = r"expert_crc32c of .* is .*, expected \d+ numbers of 32 bits; copy the index again"
-    with pytest.raises(ModelError, match=said):
+    message = r"expert_crc32c of .* is .*, expected \d+ numbers of 32 bits; copy the index again"
+    with pytest.raises(ModelError, match=message):
         require_checksums(packed)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         tandem.save(tandem.load(packed), tmp_path / "again")
     assert list(tmp_path.iterdir()) == [packed]
     damage(packed / "tandem-experts-00000.safetensors", 0)

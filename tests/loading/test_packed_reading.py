@@ -41,10 +41,10 @@ def test_answers_do_not_depend_on_free_memory(
     monkeypatch.setattr(packed_reading, "available_bytes", lambda: int(share * total))
     found = logits(packed)
     assert relative_error(found, expected) < 0.05  # dense parts in int8
-    told = [
+    messages = [
         str(warning.message) for warning in recwarn if "memory are free" in str(warning.message)
     ]
-    assert bool(told) == (share < 1)
+    assert bool(messages) == (share < 1)
 
 
 def test_the_dense_file_gives_way_only_where_memory_is_short(

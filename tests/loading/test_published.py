@@ -199,8 +199,8 @@ def test_a_download_that_breaks_off_is_one_sentence(
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     assert main(["run", NAME, "-p", "x"]) == 2
-    said = capfd.readouterr().err
-    assert f"{NAME} cannot be downloaded (" in said
-    assert "Traceback" not in said
+    errors = capfd.readouterr().err
+    assert f"{NAME} cannot be downloaded (" in errors
+    assert "Traceback" not in errors
     hub.cut = " none"
     assert find(tmp_path).is_dir()

@@ -8,7 +8,7 @@ import pytest
 from tandem.core.errors import ConfigError
 from tandem.dialects.format import ChatFormat
 from tandem.generate.prompt import encode_conversation
-from tandem.text.text_tokens import TextTooLongError, require_room, token_ids, told_panics
+from tandem.text.text_tokens import TextTooLongError, reported_panics, require_room, token_ids
 from tests.hf.tiny import byte_tokenizer
 
 PANIC = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
@@ -71,5 +71,5 @@ def test_a_text_that_may_fit_is_tokenized() -> None:
 
 
 def test_other_ends_pass() -> None:
-    with pytest.raises(KeyboardInterrupt), told_panics():
+    with pytest.raises(KeyboardInterrupt), reported_panics():
         raise KeyboardInterrupt

@@ -158,7 +158,7 @@ def test_balanced_in_graph_weighs_each_copy_against_the_cpus_share() -> None:
 
 
 @pytest.mark.parametrize(("copy_wake", "seconds"), [(0.5, 7.5), (1.5, 9.0), (20.0, 22.5)])
-def test_in_one_graph_a_thread_wakes_up_ahead_of_the_copies_and_behind_them(
+def test_in_one_graph_a_thread_wakes_up_before_the_copies_and_after_them(
     copy_wake: float, seconds: float
 ) -> None:
     cpu, wait = [5.0, 9.0, 9.0, 4.0], [0.0, -1.0, -1.0, 0.3]

@@ -62,7 +62,7 @@ def test_a_disk_is_read_back_and_may_be_missing() -> None:
         ({"speed": 1}, "there: disk: unknown key 'speed'"),
     ],
 )
-def test_what_is_wrong_with_a_disk_is_said(changes: dict[str, Any], message: str) -> None:
+def test_what_is_wrong_with_a_disk_is_reported(changes: dict[str, Any], message: str) -> None:
     values = json.loads(load_profile("laptop-8gb").to_json()) | {"disk": DISK | changes}
     with pytest.raises(FileFormatError, match=re.escape(message)):
         HardwareProfile.from_json(json.dumps(values), where="there")

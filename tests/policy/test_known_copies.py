@@ -1,4 +1,4 @@
-"""Tests of copies ahead of layers routed by token, in planned steps: exactly what they use."""
+"""Tests of prefetches of layers routed by token, in planned steps: exactly what they use."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def named(copies: tuple[Copy, ...]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("copies_prompts", [False, True])
 def test_they_begin_with_the_step_the_nearest_layer_first(*, copies_prompts: bool) -> None:
     """More experts than are predicted per layer, those with most tokens first."""
-    num_slots = 64 if copies_prompts else 12  # two of which are for copies ahead
+    num_slots = 64 if copies_prompts else 12  # two of which are for prefetches
     chosen = planner(num_slots, copies_prompts=copies_prompts)
     ahead = chosen.begin_step(3, 0.0, known=[FIRST, SECOND])
     expected = [(0, 2), (0, 1), (1, 4), (1, 5)]

@@ -31,7 +31,7 @@ def planner(num_slots: int = NUM_SLOTS, link: float = 0.5, **choices: Any) -> Pl
     costs = CostTable(shape_costs(link=link))
     made = make_planner(chosen, GEOMETRY, costs, num_slots, copy_price_seconds=0.01)
     while not made.ahead.chances.note_chance():
-        pass  # as if many copies ahead had paid before
+        pass  # as if many prefetches had paid before
     return made
 
 
@@ -366,9 +366,9 @@ def test_what_a_step_in_one_graph_has_copied_ahead_in_vain_leaves_with_it() -> N
     check_integrity(residency)
 
 
-def test_copies_ahead_that_are_asked_for_are_followed_in_one_graph() -> None:
-    asked = PlannerSettings(prediction="regression", prefetch_count=2)
-    assert asked.with_predictions(()).predicting_sizes == (1, 2, 4, 8)
+def test_requested_prefetches_are_followed_in_one_graph() -> None:
+    requested = PlannerSettings(prediction="regression", prefetch_count=2)
+    assert requested.with_predictions(()).predicting_sizes == (1, 2, 4, 8)
     usual = PlannerSettings(prediction="regression", prefetch_count=2, must_prefetch=False)
     assert usual.with_predictions((4,)).predicting_sizes == (4,)
     nothing = PlannerSettings(prediction="none", prefetch_count=2)

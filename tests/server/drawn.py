@@ -38,7 +38,7 @@ _BLOCKS = [
         {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "22"}]},
         {"type": "document", "source": {"type": "text", "data": "d"}}]},
 ]  # fmt: skip
-_ASKED: dict[str, Any] = {
+_BODY: dict[str, Any] = {
     "model": "tiny", "input": _ITEMS, "instructions": "i", "store": False,
     "tools": [{"type": "function", **_FUNCTION}], "tool_choice": "auto",
     "text": {"format": {"type": "json_schema", "name": "x", "schema": _SCHEMA, "strict": True}},
@@ -64,8 +64,8 @@ RIGHT: dict[str, dict[str, Any]] = {
         "chat_template_kwargs": {"x": 1}, "tool_choice": "auto",
     },
     "/v1/completions": {**_SAMPLING, "prompt": ["a", "b"], "logprobs": 1, "echo": True},
-    "/v1/responses": {**_ASKED, "max_output_tokens": 2, "metadata": {"a": "b"}},
-    "/v1/responses/input_tokens": _ASKED,
+    "/v1/responses": {**_BODY, "max_output_tokens": 2, "metadata": {"a": "b"}},
+    "/v1/responses/input_tokens": _BODY,
     "/v1/messages": {**_MESSAGES, "max_tokens": 2, "stop_sequences": ["x"], "metadata": {}},
     "/v1/messages/count_tokens": _MESSAGES,
     "/api/chat": {

@@ -120,8 +120,11 @@ def bodies() -> Iterator[tuple[str, bytes]]:
         ):  # fmt: skip
             yield path, body
         for fields in _values():
-            told = {"max_tokens": 1, **({"messages": _HELLO} if path == _CHAT else {"prompt": "x"})}
-            yield path, json.dumps({**told, **fields}).encode()
+            fields = {
+                "max_tokens": 1,
+                **({"messages": _HELLO} if path == _CHAT else {"prompt": "x"}),
+            }
+            yield path, json.dumps({**fields, **fields}).encode()
     for messages in _messages():
         yield _CHAT, json.dumps({"messages": messages, "max_tokens": 1}).encode()
     prompts: list[Any] = [

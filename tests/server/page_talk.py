@@ -59,5 +59,5 @@ def serious(page: Page) -> list[str]:
     """Return the serious and critical axe accessibility rules that the page violates."""
     page.run("window.found = null; axe.run().then((found) => { window.found = found; })")
     page.wait_for("window.found !== null")
-    told = page.run("found.violations.map((one) => [one.impact, one.id])")
-    return [rule for impact, rule in told if impact in ("serious", "critical")]
+    violations = page.run("found.violations.map((one) => [one.impact, one.id])")
+    return [rule for impact, rule in violations if impact in ("serious", "critical")]

@@ -95,10 +95,10 @@ class RunningServer:
     """A server that has reported that it is ready."""
 
     def __init__(
-        self, process: "subprocess.Popen[str]", said: dict[str, str], log: list[str]
+        self, process: "subprocess.Popen[str]", ready_message: dict[str, str], log: list[str]
     ) -> None:
-        self.process, self.said, self._log = process, said, log
-        self.address = said["address"]
+        self.process, self.ready_message, self._log = process, ready_message, log
+        self.address = ready_message["address"]
         host, _, port = self.address.removeprefix("http://").rpartition(":")
         self.host, self.port = host, int(port)
         self.headers: dict[str, str] = {}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # three processes collect these tests, one runs them
     import anthropic
     import openai
 
-ASKED: Any = [{"role": "user", "content": "hello"}]
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,10 @@ def client(server: RunningServer) -> Any:
 
 def test_openai_chats_and_streams(client: "openai.OpenAI") -> None:
     whole = client.chat.completions.create(
-        model="tiny", messages=ASKED, max_tokens=9, temperature=0
+        model="tiny", messages=MESSAGES, max_tokens=9, temperature=0
     )
     stream = client.chat.completions.create(
-        model="tiny", messages=ASKED, max_tokens=9, temperature=0, stream=True,
+        model="tiny", messages=MESSAGES, max_tokens=9, temperature=0, stream=True,
         stream_options={"include_usage": True},
     )  # fmt: skip
     chunks = list(stream)
@@ -51,12 +51,12 @@ def test_openai_completes_and_lists(client: "openai.OpenAI") -> None:
 def test_openai_parses_a_schema_and_a_call(client: "openai.OpenAI") -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     answer = client.chat.completions.create(
-        model="tiny", messages=ASKED, max_tokens=90, response_format=form
+        model="tiny", messages=MESSAGES, max_tokens=90, response_format=form
     )
     assert json.loads(answer.choices[0].message.content or "")["count"] in (1, 22)
     tools: Any = [TOOL]
     stream = client.chat.completions.create(
-        model="tiny", messages=ASKED, max_tokens=90, tools=tools, tool_choice="required",
+        model="tiny", messages=MESSAGES, max_tokens=90, tools=tools, tool_choice="required",
         stream=True,
     )  # fmt: skip
     calls = [c for chunk in stream for c in chunk.choices[0].delta.tool_calls or ()]
@@ -79,7 +79,7 @@ def test_openai_raises_its_own_errors(client: "openai.OpenAI") -> None:
 
 def test_openai_cancels(client: "openai.OpenAI", server: RunningServer) -> None:
     stream = client.chat.completions.create(
-        model="tiny", messages=ASKED, max_tokens=30000, temperature=0, stream=True
+        model="tiny", messages=MESSAGES, max_tokens=30000, temperature=0, stream=True
     )
     next(stream)
     server.wait_for("tandem_requests_running", 1)
@@ -129,7 +129,7 @@ def messages(server: RunningServer) -> Any:
 
 
 def test_anthropic_writes_streams_and_counts(messages: "anthropic.Anthropic") -> None:
-    fields: dict[str, Any] = {"model": "tiny", "messages": ASKED, "max_tokens": 9}
+    fields: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 9}
     fields["extra_body"] = {"temperature": 0}
     whole = messages.messages.create(**fields)
     with messages.messages.stream(**fields) as stream:
@@ -137,7 +137,7 @@ def test_anthropic_writes_streams_and_counts(messages: "anthropic.Anthropic") ->
         last = stream.get_final_message()
     assert [block.text for block in whole.content if block.type == "text"] == [text]
     assert last.stop_reason == whole.stop_reason == "max_tokens"
-    counted = messages.messages.count_tokens(model="tiny", messages=ASKED)
+    counted = messages.messages.count_tokens(model="tiny", messages=MESSAGES)
     usage = last.usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
     assert [model.id for model in messages.models.list()] == ["tiny"]
@@ -146,14 +146,16 @@ def test_anthropic_writes_streams_and_counts(messages: "anthropic.Anthropic") ->
 def test_anthropic_calls_a_tool_and_takes_its_result(messages: "anthropic.Anthropic") -> None:
     tool: Any = {"name": "f", "input_schema": TOOL["function"]["parameters"]}  # type: ignore[index]
     fields: dict[str, Any] = {"model": "tiny", "max_tokens": 90, "tools": [tool]}
-    with messages.messages.stream(**fields, messages=ASKED, tool_choice={"type": "any"}) as stream:
+    with messages.messages.stream(
+        **fields, messages=MESSAGES, tool_choice={"type": "any"}
+    ) as stream:
         called = stream.get_final_message()
     (block,) = called.content
     assert block.type == "tool_use"
     assert block.input["n"] in (1, 22)
     result = {"type": "tool_result", "tool_use_id": block.id, "content": "blue"}
     turns: Any = [
-        *ASKED, {"role": "assistant", "content": called.content},
+        *MESSAGES, {"role": "assistant", "content": called.content},
         {"role": "user", "content": [result]},
     ]  # fmt: skip
     answer = messages.messages.create(**fields, messages=turns)
@@ -174,7 +176,7 @@ def test_anthropic_raises_its_own_errors(messages: "anthropic.Anthropic") -> Non
 def test_hugging_face_chats_and_streams(server: RunningServer) -> None:
     with InferenceClient(base_url=f"{server.address}/v1", api_key="none") as client:
         fields: dict[str, Any] = {
-            "model": "tiny", "messages": ASKED, "max_tokens": 9, "temperature": 0.0,
+            "model": "tiny", "messages": MESSAGES, "max_tokens": 9, "temperature": 0.0,
         }  # fmt: skip
         whole = client.chat_completion(**fields)
         chunks = list(client.chat_completion(**fields, stream=True))
@@ -184,7 +186,7 @@ def test_hugging_face_chats_and_streams(server: RunningServer) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl_streams(server: RunningServer) -> None:
-    body = {"messages": ASKED, "max_tokens": 3, "stream": True}
+    body = {"messages": MESSAGES, "max_tokens": 3, "stream": True}
     done = subprocess.run(
         ["curl", "-sN", f"{server.address}/v1/chat/completions",
          "-H", "Content-Type: application/json", "-d", json.dumps(body)],

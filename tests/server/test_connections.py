@@ -51,7 +51,7 @@ def test_a_head_that_is_too_large_is_told_so(bounded: BoundedServer, head: bytes
     [b"0\r\nA: " + b"b" * 65_000, b"0\r\n" + b"A: b\r\n" * 1000, b"1;" + b"a" * 65_000],
     ids=["trailer", "trailers", "extension"],
 )
-def test_what_is_beside_a_body_has_an_end(bounded: BoundedServer, endless: bytes) -> None:
+def test_what_surrounds_a_body_has_a_limit(bounded: BoundedServer, endless: bytes) -> None:
     with bounded.connect() as connection:
         connection.sendall(CHUNKED + endless)
         send_until_closed(connection, endless[-60_000:])
@@ -229,7 +229,7 @@ def test_of_many_signs_in_one_read_the_first_is_answered_at_once(bounded: Bounde
     assert found.index(BY_CONNECTION) < found.index(BY_APPLICATION)
 
 
-def test_a_sign_behind_a_running_request_waits_for_it(bounded: BoundedServer) -> None:
+def test_a_sign_after_a_running_request_waits_for_it(bounded: BoundedServer) -> None:
     with bounded.connect() as connection:
         connection.sendall(POST.replace(b"1000", b"5") + b"ab")
         bounded.wait_for_bytes(len(POST) - 3 + 2)

@@ -14,15 +14,15 @@ from tests.server.test_api import SCHEMA
 
 
 def test_what_is_called_as_an_option_is_handed_on_as_it_is() -> None:
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.4, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5,
         "seed": 7, "stop": ("a",), "stop_token_ids": (4,), "ignore_eos": True, "min_tokens": 2,
         "presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": ((5, 1.5),),
     }  # fmt: skip
-    options = SamplingOptions(max_new_tokens=9, **asked)
-    assert set(asked) == {one.name for one in dataclasses.fields(options)} - {"max_new_tokens"}
-    asked |= {"logit_bias": {"5": 1.5}, "max_tokens": 30, "prompt": "x"}
-    raw = json.dumps(asked).encode()
+    options = SamplingOptions(max_new_tokens=9, **fields)
+    assert set(fields) == {one.name for one in dataclasses.fields(options)} - {"max_new_tokens"}
+    fields |= {"logit_bias": {"5": 1.5}, "max_tokens": 30, "prompt": "x"}
+    raw = json.dumps(fields).encode()
     body = read_body(CompletionRequest, raw, is_strict=True).body
     assert body.request([1, 2], room=9).options == options
 
@@ -127,7 +127,7 @@ def test_a_guide_that_cannot_be_followed_is_told(
     assert words in reply.error["message"]
 
 
-def test_templates_are_asked_as_clients_say(server: RunningServer) -> None:
+def test_templates_get_the_fields_that_clients_send(server: RunningServer) -> None:
     def prompt_tokens(**fields: Any) -> int:
         return int(server.chat(max_tokens=1, **fields).ok["usage"]["prompt_tokens"])
 

@@ -75,11 +75,11 @@ def test_a_stream_goes_on_beside_a_slow_grammar(server: RunningServer, kind: str
     with server.streaming(max_tokens=30000, temperature=0, ignore_eos=True) as stream:
         stream.readline()
         with ThreadPoolExecutor(1) as clients:
-            asked = clients.submit(server.ask, "POST", path, body)
+            pending = clients.submit(server.ask, "POST", path, body)
             assert server.ask("GET", "/health").status == 200
-            while not asked.done():
+            while not pending.done():
                 num_tokens += stream.readline().startswith(b"data: {")
-    reply = asked.result()
+    reply = pending.result()
     if kind in REFUSED:
         assert (reply.status, WORDS in reply.json["error"]["message"]) == (400, True), reply.body
         # The limit is three tenths of a second of a core, at the lowest priority.
@@ -94,9 +94,9 @@ def test_a_killed_grammar_process_costs_no_request(server: RunningServer) -> Non
         killed = server.helper("grammar_process")
         path, slow = REFUSED["json_schema"]
         with ThreadPoolExecutor(1) as clients:
-            asked = clients.submit(server.ask, "POST", path, slow)
+            pending = clients.submit(server.ask, "POST", path, slow)
             os.kill(killed, signal.SIGKILL)
-        assert asked.result().status == 400
+        assert pending.result().status == 400
     assert server.helper("grammar_process") != killed
 
 

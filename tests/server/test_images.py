@@ -28,7 +28,7 @@ from tests.images import (
     transformers_tokens,
 )
 from tests.server.running import Reply, RunningServer, running_server
-from tests.server.test_trimming import INFO, asked
+from tests.server.test_trimming import INFO, chat_request
 
 pytest.importorskip("PIL", reason="Pillow is in the extra `images`")
 
@@ -104,7 +104,7 @@ def ask_ollama(server: RunningServer, *urls: str) -> Reply:
     return server.post("/api/chat", messages=messages, options=options, stream=False)
 
 
-ASKING = [ask_chat, ask_anthropic, ask_responses]
+ASK_FUNCTIONS = [ask_chat, ask_anthropic, ask_responses]
 
 
 def answered(reply: Reply) -> tuple[str, int]:
@@ -130,7 +130,7 @@ def test_all_apis_answer_as_transformers_does(seeing: RunningServer, checkpoint:
         prompt = reader.write(f"user: {shown * len(urls)}{QUESTION}assistant:", urls)
         tokens = transformers_tokens(tandem.load(checkpoint), prompt, TOKENS)
         expected = tokenizer.decode(tokens, skip_special_tokens=True)
-        for ask in (*ASKING, ask_ollama):
+        for ask in (*ASK_FUNCTIONS, ask_ollama):
             assert answered(ask(seeing, *urls)) == (expected, len(prompt.ids)), ask.__name__
 
 
@@ -177,7 +177,7 @@ def test_files_below_the_allowed_directory_are_read(seeing: RunningServer, files
     ids=lambda one: one[:24],
 )
 def test_bad_images_are_each_apis_own_error(seeing: RunningServer, url: str, words: str) -> None:
-    for ask in ASKING:
+    for ask in ASK_FUNCTIONS:
         reply = ask(seeing, URLS[0], url)
         assert reply.status == 400, (ask.__name__, reply.body)
         error = reply.json["error"]
@@ -237,7 +237,7 @@ def test_what_takes_images_says_so(seeing: RunningServer, server: RunningServer)
     assert taken == [True, False]
 
 
-@pytest.mark.parametrize("ask", ASKING)
+@pytest.mark.parametrize("ask", ASK_FUNCTIONS)
 def test_a_model_of_text_refuses_images(server: RunningServer, ask: Any) -> None:
     reply = ask(server, URLS[0])
     assert reply.status == 400
@@ -261,7 +261,7 @@ def test_turns_with_images_are_dropped_and_a_model_may_say_no(checkpoint: Path) 
         for _ in range(5)
         for role in ("user", "assistant")
     ]
-    body = asked([*turns, {"role": "user", "content": shown}], max_tokens=10)
+    body = chat_request([*turns, {"role": "user", "content": shown}], max_tokens=10)
     (request,) = requests.chat(body, INFO)
     images = request.request.images
     assert images is not None

@@ -103,7 +103,7 @@ def test_options_that_do_not_fit_are_refused() -> None:
             ServerOptions(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_log_that_cannot_be_written_is_said(
+def test_a_log_that_cannot_be_written_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"none/use\.jsonl cannot be written"):

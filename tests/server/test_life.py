@@ -94,8 +94,8 @@ def test_without_the_key_nothing_is_told(small: RunningServer) -> None:
 
 
 def test_the_origin_that_is_let_in_is_told_so(small: RunningServer) -> None:
-    asked = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST", "Authorization": ""}
-    before = small.ask("OPTIONS", "/v1/chat/completions", headers=asked)
+    headers = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST", "Authorization": ""}
+    before = small.ask("OPTIONS", "/v1/chat/completions", headers=headers)
     assert before.status == 200
     for origin, told in ((ORIGIN, ORIGIN), ("https://evil.example", None)):
         reply = small.ask("GET", "/v1/models", headers={"Origin": origin})

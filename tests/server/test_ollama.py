@@ -213,9 +213,9 @@ def test_errors_are_a_sentence(server: RunningServer) -> None:
 def test_json_without_a_content_type_is_read_unless_a_page_sends_it(server: RunningServer) -> None:
     body = json.dumps({"messages": HELLO, "options": FEW, "stream": False}).encode()
     for kind in ("", "application/x-www-form-urlencoded"):
-        told = {"Content-Type": kind}
-        assert server.ask("POST", "/api/chat", body, told).status == 200
+        headers = {"Content-Type": kind}
+        assert server.ask("POST", "/api/chat", body, headers).status == 200
         for name in ("Origin", "Referer", "Sec-Fetch-Site"):
-            page = server.ask("POST", "/api/chat", body, {**told, name: "null"})
+            page = server.ask("POST", "/api/chat", body, {**headers, name: "null"})
             assert page.status == 415
             assert "error" in page.json

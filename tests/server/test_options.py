@@ -17,7 +17,7 @@ from tandem.server.service import Server
 from tests.server.checkpoint import never_called
 
 CHAT = "/v1/chat/completions"
-ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.fixture
@@ -50,17 +50,17 @@ def test_a_strict_server_refuses_what_it_does_not_know(client: Any) -> None:
         ({"messages": cached}, "unknown field 'cache_control'"),
         ({"model": "other"}, "there is no model 'other' here; this server has 'tiny'"),
     ):
-        reply = strict.post(CHAT, json={**ASKED, **fields})
+        reply = strict.post(CHAT, json={**BODY, **fields})
         assert reply.status_code in (400, 404)
         assert words in reply.json()["error"]["message"]
-    assert strict.post(CHAT, json={**ASKED, "functions": None}).status_code == 503
-    assert client().post(CHAT, json={**ASKED, "temprature": 1}).status_code == 503
+    assert strict.post(CHAT, json={**BODY, "functions": None}).status_code == 503
+    assert client().post(CHAT, json={**BODY, "temprature": 1}).status_code == 503
 
 
 def test_the_names_of_a_model_are_those_that_were_given(client: Any) -> None:
     named = client(served_model_name="one, two")
     for name, status in (("one", 503), ("two", 503), ("", 503), ("tiny", 404), ("gpt-4o", 404)):
-        assert named.post(CHAT, json={**ASKED, "model": name}).status_code == status
+        assert named.post(CHAT, json={**BODY, "model": name}).status_code == status
     assert [model["id"] for model in named.get("/v1/models").json()["data"]] == ["one", "two"]
     assert named.get("/v1/models/two").json()["id"] == "two"
     assert named.get("/v1/models/tiny").status_code == 404
@@ -81,10 +81,10 @@ def test_options_that_cannot_be_are_told(fields: dict[str, Any], words: str) -> 
 def test_a_refusal_is_one_line_of_log_without_the_prompt(
     client: Any, log: pytest.LogCaptureFixture
 ) -> None:
-    asked = client()
+    posting = client()
     secret = [{"role": "my secret pony", "content": "my secret pony"}]
-    asked.post(CHAT, json={"messages": secret})
-    asked.post(CHAT, json=ASKED)
+    posting.post(CHAT, json={"messages": secret})
+    posting.post(CHAT, json=BODY)
     lines = [record.getMessage() for record in log.records if record.name == "tandem.server"]
     refused = f"refused POST {CHAT}"
     expected = "'system', 'developer', 'user', 'assistant' or 'tool'"

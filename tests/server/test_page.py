@@ -322,8 +322,8 @@ def test_a_phone_shows_one_view_at_a_time(page: Page) -> None:
     page.resize(360, 720)
     shown = "getComputedStyle(document.getElementById('{}')).display !== 'none'"
     wide = "| " + "wide | " * 40 + "\n" + "|---" * 40 + "|\n```\n" + "wide " * 99
-    said = [{"role": "user", "content": "x" * 999}, {"role": "assistant", "content": wide}]
-    page.run(f"sessionStorage.setItem('tandem-chat', JSON.stringify({json.dumps(said)}))")
+    messages = [{"role": "user", "content": "x" * 999}, {"role": "assistant", "content": wide}]
+    page.run(f"sessionStorage.setItem('tandem-chat', JSON.stringify({json.dumps(messages)}))")
     page.run("own.showKept()")
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
     assert page.run(shown.format("chat"))

@@ -17,7 +17,7 @@ import pytest
 from tandem.apis.errors import ApiError
 from tandem.engine.helper import Limits, answer_in_fork, framed, is_whole, unframed
 from tandem.server.options import ServerOptions
-from tandem.server.preparing import LIMITS, Answered, Job, Prepared, Setup, Wanted
+from tandem.server.preparing import LIMITS, Answered, Job, Needs, Prepared, Setup
 from tandem.server.prompts import Prompts
 from tests.server.running import RunningServer, wait_for_end
 from tests.server.stubborn import COMPUTES, ENDS, HANGS, StubbornTokenizer
@@ -58,8 +58,8 @@ def test_bodies_become_requests() -> None:
     async def test(prompts: Prompts) -> None:
         assert tokens(await prompts.ask(job("abc"))) == (97, 98, 99)
         assert len(tokens(await prompts.ask(job(LONG)))) == len(LONG)
-        wanted = (await prompts.ask(job("abc", n=5))).found
-        assert wanted == Wanted(5, None)
+        needs = (await prompts.ask(job("abc", n=5))).found
+        assert needs == Needs(5, None)
         refused = (await prompts.ask(job("abc", model="x" * 1000))).error
         assert refused is not None
         assert (refused.status, refused.param) == (400, "model")
@@ -72,12 +72,12 @@ def test_a_body_that_the_process_does_not_survive_costs_no_other(what: str) -> N
     async def test(prompts: Prompts) -> None:
         await prompts.ask(job("x"))
         first = prompts.process.pid
-        asked = [asyncio.ensure_future(prompts.ask(job(text))) for text in (what, "abc", "de")]
-        for task, number in zip(asked[1:], (3, 2), strict=True):
+        pending = [asyncio.ensure_future(prompts.ask(job(text))) for text in (what, "abc", "de")]
+        for task, number in zip(pending[1:], (3, 2), strict=True):
             assert len(tokens(await task)) == number
-        with pytest.raises(ApiError, match="ended while it read this one") as told:
-            await asked[0]
-        assert told.value.status == 503
+        with pytest.raises(ApiError, match="ended while it read this one") as raised:
+            await pending[0]
+        assert raised.value.status == 503
         assert prompts.process.pid != first
 
     run(test, most_seconds=5.0)
@@ -89,11 +89,11 @@ def test_a_long_body_is_ended_alone(what: str) -> None:
         await prompts.ask(job("x"))
         first = prompts.process.pid
         long = job(what + LONG, limits=LIMITS._replace(processor_seconds=0.2))
-        asked = asyncio.ensure_future(prompts.ask(long))
+        pending = asyncio.ensure_future(prompts.ask(long))
         assert tokens(await prompts.ask(job("abc"))) == (97, 98, 99)
-        with pytest.raises(ApiError, match="to be turned into a prompt; send less") as told:
-            await asked
-        assert told.value.status == 400
+        with pytest.raises(ApiError, match="to be turned into a prompt; send less") as raised:
+            await pending
+        assert raised.value.status == 400
         assert prompts.process.pid == first
 
     run(test)
@@ -102,10 +102,10 @@ def test_a_long_body_is_ended_alone(what: str) -> None:
 def test_a_long_body_is_not_read_on_once_its_client_has_left() -> None:
     async def test(prompts: Prompts) -> None:
         await prompts.ask(job("x"))
-        asked = asyncio.ensure_future(prompts.ask(job(HANGS + LONG)))
+        pending = asyncio.ensure_future(prompts.ask(job(HANGS + LONG)))
         while not children(prompts.process.pid):
             await asyncio.sleep(0)
-        asked.cancel()
+        pending.cancel()
         while children(prompts.process.pid):
             await asyncio.sleep(0)
 
@@ -133,12 +133,12 @@ def test_the_server_lives_while_prompts_are_not_read(server: RunningServer) -> N
     os.kill(stopped, signal.SIGSTOP)
     try:
         with ThreadPoolExecutor(1) as clients:
-            asked = clients.submit(server.chat, max_tokens=2)
+            pending = clients.submit(server.chat, max_tokens=2)
             for path in ("/health", "/ready", "/v1/models", "/metrics"):
                 assert server.ask("GET", path).status == 200
-            assert not asked.done()
+            assert not pending.done()
             os.kill(stopped, signal.SIGCONT)
-            assert asked.result().status == 200
+            assert pending.result().status == 200
     finally:
         os.kill(stopped, signal.SIGCONT)
 

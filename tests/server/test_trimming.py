@@ -28,14 +28,14 @@ LONG = [
 ] + [{"role": "user", "content": "the last"}]
 
 
-def asked(messages: list[dict[str, str]], **fields: Any) -> ChatRequest:
+def chat_request(messages: list[dict[str, str]], **fields: Any) -> ChatRequest:
     raw = json.dumps({"messages": messages, **fields}).encode()
     return read_body(ChatRequest, raw, is_strict=True).body
 
 
 def trimmed(tokenizer: Any, messages: list[dict[str, str]], **fields: Any) -> GenerationRequest:
     generation_requests = GenerationRequests(tokenizer, context=None, trims=True)
-    (generation_request,) = generation_requests.chat(asked(messages, **fields), INFO)
+    (generation_request,) = generation_requests.chat(chat_request(messages, **fields), INFO)
     return generation_request
 
 
@@ -78,7 +78,7 @@ def test_without_it_a_conversation_is_refused_and_so_is_a_last_turn_that_is_too_
     tokenizer: Any,
 ) -> None:
     with pytest.raises(TextTooLongError, match="the prompt is too long"):
-        GenerationRequests(tokenizer, context=None).chat(asked([SYSTEM, *LONG]), INFO)
+        GenerationRequests(tokenizer, context=None).chat(chat_request([SYSTEM, *LONG]), INFO)
     with pytest.raises(TextTooLongError, match="the prompt is too long"):
         trimmed(tokenizer, [*LONG, {"role": "user", "content": "x" * 500}])
 
@@ -86,17 +86,17 @@ def test_without_it_a_conversation_is_refused_and_so_is_a_last_turn_that_is_too_
 def test_transformers_says_nothing_of_its_own_about_a_long_prompt(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    logged: list[str] = []
     logger = logging.getLogger("transformers.tokenization_utils_base")
-    monkeypatch.setattr(logger, "warning", lambda text, *_: said.append(text))
+    monkeypatch.setattr(logger, "warning", lambda text, *_: logged.append(text))
     monkeypatch.setattr(tokenizer, "model_max_length", 9)
     generation_requests = GenerationRequests(tokenizer, context=None)
-    generation_requests.chat(asked([SYSTEM]), INFO)
+    generation_requests.chat(chat_request([SYSTEM]), INFO)
     raw = json.dumps({"prompt": "x" * 20}).encode()
     generation_requests.completions(read_body(CompletionRequest, raw, is_strict=True).body, INFO)
-    assert said == []
+    assert logged == []
     tokenizer("x" * 20)
-    assert len(said) == 1, "without care it does"
+    assert len(logged) == 1, "without care it does"
 
 
 def test_the_answer_and_the_log_say_what_was_dropped(
@@ -107,6 +107,6 @@ def test_the_answer_and_the_log_say_what_was_dropped(
     with caplog.at_level(logging.INFO, "tandem.server"):
         assert trimming_headers(number) == {"X-Tandem-Dropped-Turns": str(number)}
     assert f"{number} of its oldest turns were dropped" in caplog.text
-    reply = ChatReply(asked(LONG), [generation_request], "tiny")
+    reply = ChatReply(chat_request(LONG), [generation_request], "tiny")
     assert reply.whole()["dropped_turns"] == number
     assert reply.first_events()[0]["dropped_turns"] == number

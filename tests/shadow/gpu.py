@@ -238,9 +238,9 @@ class Worker:
         """Wait for all work, or for the work up to `ticket`; raises what one of them raised."""
         if threading.current_thread() is self._thread:
             return
-        wanted = self.num_queued if ticket is None else ticket
+        target = self.num_queued if ticket is None else ticket
         with self._changed:
-            if not self._changed.wait_for(lambda: self.num_done >= wanted, _LIMIT_SECONDS):
+            if not self._changed.wait_for(lambda: self.num_done >= target, _LIMIT_SECONDS):
                 raise ShadowFaultError("the GPU does not come to an end")
         if self._error is not None:
             error, self._error = self._error, None

@@ -52,26 +52,26 @@ def quick_loads() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_machine, "_run_all", lambda works, label, streams: None)
         patch.setattr(cpu_executor, "MAX_TOKENS_AT_ONCE", 64)  # whose workspace is measured
-        few = hand_over_trial.TrialLimits(layers=2, asked_experts=4, come_seconds=60.0)
+        few = hand_over_trial.TrialLimits(layers=2, router_experts=4, come_seconds=60.0)
         patch.setattr(hand_over_trial, "LIMITS", few)  # the interpreter is no GPU
         yield
 
 
-def cpu_says(checkpoint: Path, **options: Any) -> Spoken:
+def outputs_on_cpu(checkpoint: Path, **options: Any) -> Spoken:
     """Return a checkpoint's answers on the CPU."""
     model: Any = tandem.load(checkpoint, dtype="float32", threads=1, **options)
     try:
-        return said(model, WholePool(Generator(model).slot_pool(2), PROMPTS))
+        return model_outputs(model, WholePool(Generator(model).slot_pool(2), PROMPTS))
     finally:
         runtime_in(model).executor.close()
 
 
-def said(model: Any, rows: WholePool) -> Spoken:
+def model_outputs(model: Any, pool: WholePool) -> Spoken:
     """Return a model's answers on any device."""
     with torch.no_grad():
         text = model(torch.tensor([TEXT]).to(model.device)).logits.cpu()
-    steps = [rows.prefill().cpu().clone()]
-    steps += [rows.decode([t, t + 1]).cpu().clone() for t in TOKENS]
+    steps = [pool.prefill().cpu().clone()]
+    steps += [pool.decode([t, t + 1]).cpu().clone() for t in TOKENS]
     return Spoken(text, steps)
 
 
@@ -131,15 +131,15 @@ def require_same_on_gpu(
     `values` override config values; `on_gpu` are options of the GPU's model.
     """
     checkpoint = save_tiny_checkpoint(directory / name, name, **(values or {}))
-    expected = cpu_says(checkpoint, **options)
+    expected = outputs_on_cpu(checkpoint, **options)
     with shadow_gpu(**(gpu_options or {})) as gpu, quick_loads():
         with loaded(checkpoint, directory, **on_gpu, **options) as model:
             ahead = runtime_in(model).executor.cache.settings.predicting_sizes
             assert bool(ahead) == bool({"prefetch_count", "look_ahead"} & {*on_gpu})
             assert {str(p.device) for p in model.parameters() if p.numel()} <= {"cuda:0", "cpu"}
-            rows = gpu_pool(model, PROMPTS, 40)
-            assert_same(said(model, rows), expected)
-            require_steps_without_waits(gpu, rows)
+            pool = gpu_pool(model, PROMPTS, 40)
+            assert_same(model_outputs(model, pool), expected)
+            require_steps_without_waits(gpu, pool)
         assert gpu.registered_bytes == 0
         assert gpu.fraction == 1.0
     return gpu
@@ -162,13 +162,13 @@ def require_same_without_slots(name: str, directory: Path) -> None:
         assert (result(model) - expected).norm() <= 1e-4 * expected.norm()
 
 
-def require_steps_without_waits(gpu: ShadowGpu, rows: WholePool) -> None:
+def require_steps_without_waits(gpu: ShadowGpu, pool: WholePool) -> None:
     """Assert that a captured step is queued without unintended waits."""
     for token in range(8):  # with random weights, some results differ before the others are trusted
-        if not rows.step.has_settled:
-            rows.decode([token + 50, token + 60])
-    assert rows.step.is_replaying, rows.step.why_not
+        if not pool.step.has_settled:
+            pool.decode([token + 50, token + 60])
+    assert pool.step.is_replaying, pool.step.why_not
     torch.cuda.set_sync_debug_mode("error")
     for token in TOKENS[:2]:
-        rows.decode([token, token + 1])
+        pool.decode([token, token + 1])
     torch.cuda.set_sync_debug_mode("default")

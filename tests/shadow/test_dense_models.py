@@ -24,16 +24,18 @@ from tests.shadow.device import shadow_gpu
 from tests.shadow.models import (
     PROMPTS,
     assert_same,
-    cpu_says,
     in_dry_gpu,
+    model_outputs,
+    outputs_on_cpu,
     quick_loads,
     require_steps_without_waits,
-    said,
 )
 
 pytest.importorskip("triton")
 
-SAID = r"takes .* of the GPU's memory \(weights .*, keys and values .*\), and there are .* for it"
+MESSAGE = (
+    r"takes .* of the GPU's memory \(weights .*, keys and values .*\), and there are .* for it"
+)
 
 
 @pytest.fixture
@@ -56,16 +58,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_says_the_same_on_a_gpu_in_whole_graphs(small: Path) -> None:
-    expected = cpu_says(small, dense_dtype="int8")
+    expected = outputs_on_cpu(small, dense_dtype="int8")
     with shadow_gpu() as gpu, quick_loads():
         model: Any = tandem.load(
             small, dtype="float32", dense_dtype="int8", device="cuda", gpu_memory="2GB", threads=1
         )
         assert {str(p.device) for p in model.parameters()} == {"cuda:0"}
         assert gpu.fraction == pytest.approx(2e9 / (8 << 30))
-        rows = gpu_pool(model, PROMPTS, 40)
-        assert_same(said(model, rows), expected)
-        require_steps_without_waits(gpu, rows)
+        pool = gpu_pool(model, PROMPTS, 40)
+        assert_same(model_outputs(model, pool), expected)
+        require_steps_without_waits(gpu, pool)
         assert {"few_rows", "attend_parts", "graph"} <= set(gpu.launched)
         assert not {"publish", "combine"} & set(gpu.launched)
         runtime_in(model).executor.close()
@@ -157,8 +159,12 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "total", "sentence"),
     [
-        ({"gpu_memory": "1.1MB"}, 1 << 30, SAID + ".*: dense_dtype='int8' takes .*device cpu$"),
-        ({}, 700_000, SAID + r".*\(gpu_memory; 684 KiB are free\).*: give it more memory, or run"),
+        ({"gpu_memory": "1.1MB"}, 1 << 30, MESSAGE + ".*: dense_dtype='int8' takes .*device cpu$"),
+        (
+            {},
+            700_000,
+            MESSAGE + r".*\(gpu_memory; 684 KiB are free\).*: give it more memory, or run",
+        ),
         ({"gpu_memory": "2GB"}, 1 << 30, "gpu_memory is .* and the device has 1 GiB"),
     ],
 )
@@ -185,16 +191,16 @@ def test_commands_say_alike_whether_it_fits(
     run = ["run", str(checkpoint), "-p", "hi", "--max-new-tokens", "3", "--temperature", "0"]
     plan = ["plan", str(checkpoint)]
     with shadow_gpu(kernels="none"), quick_loads():
-        said_by = []
+        errors = []
         for command in (run, plan):
             assert main([*command, "--device", "cuda", "--gpu-memory", "300KB"]) == 2
-            said_by.append(capsys.readouterr().err)
-        assert said_by[0] == said_by[1]
-        assert "the model takes 1.16 MiB of the GPU's memory" in said_by[0]
+            errors.append(capsys.readouterr().err)
+        assert errors[0] == errors[1]
+        assert "the model takes 1.16 MiB of the GPU's memory" in errors[0]
         assert main([*plan, "--device", "cuda"]) == 0
-        said_of_plan = capsys.readouterr().out
-        assert "cuda: all of the model, weights 483 KiB, KV cache" in said_of_plan
-        assert "speed: not forecast: profiles have no times of a dense model" in said_of_plan
+        planned = capsys.readouterr().out
+        assert "cuda: all of the model, weights 483 KiB, KV cache" in planned
+        assert "speed: not forecast: profiles have no times of a dense model" in planned
         assert main([*run, "--device", "cuda"]) == 0
         assert "the GPU computes all" in capsys.readouterr().err
         gc.collect()  # the model, while its GPU is there
@@ -203,7 +209,7 @@ def test_commands_say_alike_whether_it_fits(
 def test_it_is_planned_for_another_machines_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "--shape", "qwen3-8b", "--device", "cuda", "--profile", "desktop-12gb"]
     assert main(plan) == 2
-    assert "14.8 GiB of the GPU's memory" in (said := capsys.readouterr().err)
-    assert "--dense-dtype int8 takes 7.82 GiB" in said
+    assert "14.8 GiB of the GPU's memory" in (errors := capsys.readouterr().err)
+    assert "--dense-dtype int8 takes 7.82 GiB" in errors
     assert main([*plan, "--dense-dtype", "int8"]) == 0
     assert "cuda: all of the model, weights 7.1" in capsys.readouterr().out

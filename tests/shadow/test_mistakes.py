@@ -86,7 +86,7 @@ def a_store_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_table_that_stays_on_the_host(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CudaDevice, "_brought", lambda self, host: host)
+    patch.setattr(CudaDevice, "_copied", lambda self, host: host)
 
 
 def a_download_that_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def a_download_that_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "said"),
+    ("plant", "message"),
     [
         (no_wait_for_the_copy, "nothing orders that behind: copy .*writes on stream"),
         (no_wait_for_the_reader, "nothing orders that behind"),
@@ -128,12 +128,12 @@ def test_a_mistake_in_the_executor_is_found(
     gpu: ShadowGpu,
     monkeypatch: pytest.MonkeyPatch,
     plant: Callable[[pytest.MonkeyPatch], None],
-    said: str,
+    message: str,
 ) -> None:
     with monkeypatch.context() as patch:
         plant(patch)
         executor = make_executor(store, 4)
-        with pytest.raises(Exception, match=said):
+        with pytest.raises(Exception, match=message):
             run_steps(executor, store)
     executor.close()
 
@@ -295,7 +295,7 @@ def test_a_hand_over_that_does_not_wait_is_found_by_its_trial() -> None:
 def test_a_doorbell_without_a_fence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a kernel that rings itself, `test_triton_attention.py` checks the code."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(signals, "_BEHIND_ALL", 1)
+    monkeypatch.setattr(signals, "_AFTER_ALL", 1)
     with shadow_gpu() as gpu:
         driver = hand_over_trial.open_driver()  # type: ignore[attr-defined]
         assert driver is not None

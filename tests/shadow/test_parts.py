@@ -24,11 +24,11 @@ from tests.shadow.models import (
     PROMPTS,
     assert_same,
     closed_after,
-    cpu_says,
     gpu_options,
     loaded,
+    model_outputs,
+    outputs_on_cpu,
     quick_loads,
-    said,
 )
 
 CUDA = torch.device("cuda", 0)
@@ -233,27 +233,27 @@ def test_slots_change_in_number_after_captured_steps(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe", num_hidden_layers=2)
     options = {"expert_dtype": "mxfp4", "assignment": "ready-on-gpu"}
-    expected = cpu_says(checkpoint, expert_dtype="mxfp4")
+    expected = outputs_on_cpu(checkpoint, expert_dtype="mxfp4")
     with shadow_gpu(), quick_loads(), loaded(checkpoint, tmp_path, **options) as model:
         executor = runtime_in(model).executor
         for share in (4, 2):
             executor.resize_now(executor.cache.geometry.num_layers * 8 // share)
-            assert_same(said(model, gpu_pool(model, PROMPTS, 40)), expected)
+            assert_same(model_outputs(model, gpu_pool(model, PROMPTS, 40)), expected)
 
 
 @pytest.mark.filterwarnings(
     "ignore:decode steps are captured with a break", "ignore:Triton is not installed"
 )
-def test_routers_that_are_asked_ahead_are_on_the_gpu(tmp_path: Path) -> None:
+def test_routers_that_are_run_ahead_are_on_the_gpu(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", "qwen3_moe", num_hidden_layers=2)
     options = {"expert_dtype": "mxfp4", "look_ahead": True}
-    expected = cpu_says(checkpoint, expert_dtype="mxfp4")
+    expected = outputs_on_cpu(checkpoint, expert_dtype="mxfp4")
     with (
         shadow_gpu(kernels="none"),
         quick_loads(),
         loaded(checkpoint, tmp_path, **options) as model,
     ):
-        assert_same(said(model, gpu_pool(model, PROMPTS, 40)), expected)
+        assert_same(model_outputs(model, gpu_pool(model, PROMPTS, 40)), expected)
         assert runtime_in(model).executor.look_ahead.residuals.means.any()
 
 

@@ -43,12 +43,12 @@ from tests.shadow.models import (
     TOKENS,
     assert_same,
     closed_after,
-    cpu_says,
     gpu_options,
     in_dry_gpu,
     loaded,
+    model_outputs,
+    outputs_on_cpu,
     quick_loads,
-    said,
 )
 
 pytest.importorskip("triton")
@@ -105,11 +105,11 @@ def test_a_checkpoint_of_any_kind_is_loaded(make: Callable[[Path], Path], tmp_pa
 @in_dry_gpu
 def test_experts_on_a_disk_come_to_the_gpu_out_of_pinned_slots(tmp_path: Path) -> None:
     checkpoint = packed(tmp_path)
-    expected, memory = cpu_says(checkpoint), memory_for(checkpoint, 0.4)
+    expected, memory = outputs_on_cpu(checkpoint), memory_for(checkpoint, 0.4)
     with shadow_gpu() as gpu, quick_loads():
         with loaded(checkpoint, tmp_path, expert_memory=memory) as model:
             slots = slots_of(model)
-            assert_same(said(model, gpu_pool(model, PROMPTS, 40)), expected)
+            assert_same(model_outputs(model, gpu_pool(model, PROMPTS, 40)), expected)
             assert gpu.registered_bytes == slots.num_bytes
             assert slots.statistics().read_bytes > 0
             assert {"graph", "publish", "combine"} <= set(gpu.launched)

@@ -59,7 +59,7 @@ def test_more_rows_pay_where_fewer_do_not() -> None:
 
 @pytest.mark.parametrize(("share", "fetches"), [(0.0, False), (1.0, True)])
 def test_over_a_disk_steps_fetch_what_memory_has(share: float, *, fetches: bool) -> None:
-    """The CPU computes what comes from the disk; copies ahead are not tried."""
+    """The CPU computes what comes from the disk; prefetches are not tried."""
     disk = DiskCosts(reads="direct", piece_bytes=1, depths=(1,), bytes_per_second=(7e9,))
     profile = dataclasses.replace(DESKTOP, disk=disk)
     shape = charged(link_seconds_per_expert=5e-5, copy_wake_seconds=0.0)
@@ -72,12 +72,12 @@ def test_over_a_disk_steps_fetch_what_memory_has(share: float, *, fetches: bool)
     assert found.predicting_sizes == ()
 
 
-def test_nothing_is_tried_where_nothing_can_be_fetched_or_a_rule_was_asked_for() -> None:
+def test_nothing_is_tried_where_nothing_can_be_fetched_or_a_rule_is_requested() -> None:
     free: dict[str, Any] = {"link_seconds_per_expert": 1e-7}
     assert fetching_sizes(0, **free) == fetching_sizes(NUM_EXPERTS, **free) == ()
     for name in (GRAPH_RULE, FETCHING_RULE, "balanced"):
-        asked = PlannerSettings(assignment=name)
-        assert settled(asked, DESKTOP, charged(**free), GEOMETRY, NUM_EXPERTS // 3) is asked
+        requested = PlannerSettings(assignment=name)
+        assert settled(requested, DESKTOP, charged(**free), GEOMETRY, NUM_EXPERTS // 3) is requested
 
 
 @pytest.mark.parametrize("assignment", [None, "ready-on-gpu"])
@@ -97,11 +97,11 @@ def test_steps_copy_ahead_where_that_pays_in_slots_that_are_there(assignment: st
     assert predicting_sizes(**quick, copy_wake_seconds=0.1) == ()
     without_slots = dataclasses.replace(usual, copies_prompts=False)
     assert predicting_sizes(without_slots, **quick) == ()
-    asked = dataclasses.replace(without_slots, must_prefetch=True)
-    assert predicting_sizes(asked, link_seconds_per_expert=0.1) == CAPTURE_SIZES
+    requested = dataclasses.replace(without_slots, must_prefetch=True)
+    assert predicting_sizes(requested, link_seconds_per_expert=0.1) == CAPTURE_SIZES
 
 
-def test_routers_are_asked_where_that_may_be_and_pays() -> None:
+def test_routers_are_run_ahead_where_that_may_be_and_pays() -> None:
     can_ask = PlannerSettings(
         assignment="ready-on-gpu", prediction="regression", prefetch_count=2, must_prefetch=False,
         can_ask=True,
@@ -113,7 +113,7 @@ def test_routers_are_asked_where_that_may_be_and_pays() -> None:
 
     found = asking()
     assert found.asking_sizes == found.predicting_sizes == CAPTURE_SIZES
-    assert found.graph_rules().endswith(", routers asked ahead in those of 1 or 2 or 4 or 8")
+    assert found.graph_rules().endswith(", look-ahead in those of 1 or 2 or 4 or 8")
     assert asking(asking_seconds=0.0).asking_sizes == ()  # an older profile: not known
     assert asking(asking_seconds=0.1).predicting_sizes == ()
     assert asking(link_seconds_per_expert=0.1).asking_sizes == ()
@@ -130,7 +130,7 @@ def test_tables_change_no_answer() -> None:
         assert settled(*parts, tables=NATIVE_TABLES) == settled(*parts)
 
 
-def test_the_choice_is_by_rows_and_said_in_words() -> None:
+def test_the_choice_is_by_tokens_and_reported_in_words() -> None:
     some = PlannerSettings(fetching_sizes=(4, 8))
     rules = [some.rule(graph_tokens=tokens) for tokens in range(1, 9)]
     assert rules == [GRAPH_RULE] * 2 + [FETCHING_RULE] * 6
@@ -139,12 +139,12 @@ def test_the_choice_is_by_rows_and_said_in_words() -> None:
     assert PlannerSettings().graph_rules() == GRAPH_RULE
     assert PlannerSettings(fetching_sizes=CAPTURE_SIZES).graph_rules() == FETCHING_RULE
     ahead = dataclasses.replace(some, predicting_sizes=(4, 8))
-    assert ahead.graph_rules() == f"{some.graph_rules()}, copies ahead in steps of 4 or 8 tokens"
+    assert ahead.graph_rules() == f"{some.graph_rules()}, prefetches in steps of 4 or 8 tokens"
     alone = PlannerSettings(predicting_sizes=(1,))
-    assert alone.graph_rules() == "ready-on-gpu, copies ahead in steps of 1 token"
-    asked = dataclasses.replace(some, assignment="dali-in-graph")
-    assert {asked.rule(graph_tokens=tokens) for tokens in range(1, 9)} == {"dali-in-graph"}
-    assert asked.graph_rules() == "dali-in-graph"
+    assert alone.graph_rules() == "ready-on-gpu, prefetches in steps of 1 token"
+    requested = dataclasses.replace(some, assignment="dali-in-graph")
+    assert {requested.rule(graph_tokens=tokens) for tokens in range(1, 9)} == {"dali-in-graph"}
+    assert requested.graph_rules() == "dali-in-graph"
 
 
 def test_a_run_is_one_graph_wherever_its_profile_and_its_options_allow_that() -> None:
@@ -165,8 +165,8 @@ def test_simulate_replays_by_the_rule_of_the_trial(batch: int) -> None:
     assert name == (FETCHING_RULE if batch == 8 else settings.rule(graph_tokens=1))
     report = simulate(trace, PlannerSettings(), conditions)
     assert report["assignment"] == name
-    asked = run_timed(trace, PlannerSettings(assignment=name), conditions)
-    assert report["decode_tokens_per_second"] == asked.decode_tokens_per_second()
+    requested = run_timed(trace, PlannerSettings(assignment=name), conditions)
+    assert report["decode_tokens_per_second"] == requested.decode_tokens_per_second()
 
 
 @pytest.mark.parametrize("batch", [1, 4, 8])

@@ -120,7 +120,7 @@ def test_compare_prints_a_table_and_draws(
     assert picture.read_text().startswith("<svg ")
 
 
-def test_a_limit_without_any_decode_step_is_said(
+def test_a_limit_without_any_decode_step_is_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = ["simulate", TRACE, "--limit", "10", "--json"]

@@ -29,33 +29,33 @@ def steps_of(
     decoding = TraceSpeculation(
         one, SpeculationChoice.parsed(drafter, length), clock, lambda n: 0.1
     )
-    brought = []
+    new_tokens = []
     for step in replay_steps(one, batch, 4, decoding):
         if not step.is_prefill:
-            brought.append(step.num_new)
+            new_tokens.append(step.num_new)
             assert batch <= step.num_new <= len(step.tokens)
             clock.now += 1 + 0.2 * (len(step.tokens) - 1)
-    return brought, decoding
+    return new_tokens, decoding
 
 
 @pytest.mark.parametrize("length", ["0", "1", "3", "7", "auto"])
 @pytest.mark.parametrize("drafter", ["mtp=0", "mtp=0.6", "sure-mtp=0.6", "mtp=1", "n-gram"])
 def test_every_token_comes_once(drafter: str, length: str) -> None:
-    brought, decoding = steps_of(trace(LENGTHS), drafter, length)
-    assert sum(brought) == sum(LENGTHS) - 4 * len(LENGTHS)
-    assert decoding.accepted == sum(brought) - len(brought)
+    new_tokens, decoding = steps_of(trace(LENGTHS), drafter, length)
+    assert sum(new_tokens) == sum(LENGTHS) - 4 * len(LENGTHS)
+    assert decoding.accepted == sum(new_tokens) - len(new_tokens)
     assert decoding.accepted <= decoding.drafted
     if drafter == "mtp=1" and length == "3":
-        assert len(brought) == 9 + 6 + 7  # 36, 21 and 27 tokens, four in a step
+        assert len(new_tokens) == 9 + 6 + 7  # 36, 21 and 27 tokens, four in a step
     if drafter == "mtp=0" or length == "0":
         assert decoding.accepted == 0
 
 
 def test_look_up_finds_what_stood_before() -> None:
     one = dataclasses.replace(trace([60]), token_ids=np.tile(np.arange(10, dtype=np.int32), 6))
-    brought, decoding = steps_of(one, "n-gram", "3")
+    new_tokens, decoding = steps_of(one, "n-gram", "3")
     assert decoding.accepted > 30
-    assert max(brought) == 4
+    assert max(new_tokens) == 4
 
 
 def test_the_length_follows_what_it_costs() -> None:
@@ -67,7 +67,7 @@ def test_the_length_follows_what_it_costs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "length", "told"),
+    ("drafter", "length", "message"),
     [
         ("lookup", "auto", "--speculate is 'lookup'; expected n-gram, mtp=ACCEPTANCE or sure-mtp"),
         ("mtp=2", "auto", "mtp=ACCEPTANCE got '2'; expected a number from 0 to 1"),
@@ -75,10 +75,10 @@ def test_the_length_follows_what_it_costs() -> None:
         ("n-gram", "some", "--length got 'some'; expected a number from 0 to 7"),
     ],
 )
-def test_mistakes_are_one_sentence(drafter: str, length: str, told: str) -> None:
+def test_mistakes_are_one_sentence(drafter: str, length: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         SpeculationChoice.parsed(drafter, length)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_look_up_needs_token_ids() -> None:
@@ -89,6 +89,6 @@ def test_look_up_needs_token_ids() -> None:
 def test_the_command_tells_what_was_drafted(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", TRACE, "--limit", "60", "--speculate", "mtp=0.9", "--length", "2"]
     assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])["speculation"]
-    assert told["tokens_per_step"] > 1.5
-    assert told["accepted"] <= told["drafted"]
+    speculation = json.loads(capsys.readouterr().out.splitlines()[-1])["speculation"]
+    assert speculation["tokens_per_step"] > 1.5
+    assert speculation["accepted"] <= speculation["drafted"]

@@ -17,7 +17,7 @@ class PeerProcess(StillProcess):
     def __init__(self, name: str, work: Work) -> None:
         """Start the peer, fill its store and stop it."""
         super().__init__(_prepared, name, work, seconds=_START_SECONDS)
-        self.bytes_per_call, self.format = self.said
+        self.bytes_per_call, self.format = self.prepared
 
     def time_calls(self, tokens: int, num_calls: int) -> list[float]:
         """Return the seconds of some calls, each on the next experts, after one untimed call."""

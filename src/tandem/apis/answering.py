@@ -252,7 +252,7 @@ def _fitting(
     """Return the prompt of a conversation trimmed to `limit`, and the number of dropped turns."""
     if limit is None:
         return written(turns), 0
-    longest = limit - max(1, min(body.asked_tokens or _TRIMMED_ROOM, limit // 4))
+    longest = limit - max(1, min(body.max_answer_tokens or _TRIMMED_ROOM, limit // 4))
 
     def fits(some: list[dict[str, object]]) -> bool:
         try:

@@ -6,11 +6,11 @@ from typing import Generic, Protocol, TypeVar
 
 from tandem.apis.answering import GenerationRequest
 from tandem.apis.errors import ApiError
-from tandem.apis.schemas import Asked, Message
+from tandem.apis.schemas import Message, RequestBody
 from tandem.engine.messages import ModelInfo
 from tandem.generate.token_output import TokenOutput
 
-B = TypeVar("B", bound=Asked)
+B = TypeVar("B", bound=RequestBody)
 # One object of a stream, before it is serialized.
 Event = Mapping[str, object]
 

@@ -109,17 +109,17 @@ class Body(BaseModel):
     def _without_foreign_fields(cls, data: object, info: ValidationInfo) -> object:
         if not isinstance(data, dict):
             return data
-        given = {name: value for name, value in data.items() if value is not None}
+        fields = {name: value for name, value in data.items() if value is not None}
         for name, rule in cls.unsupported.items():
-            if (value := given.pop(name, None)) is not None and value not in rule.neutral:
+            if (value := fields.pop(name, None)) is not None and value not in rule.neutral:
                 raise sentence(f"{name} is not supported; {rule.advice}", name)
         reading = info.context
         if not isinstance(reading, _Reading) or reading.is_strict:
-            return given
+            return fields
         known = known_names(cls)
-        for name in sorted(given.keys() - known)[:_MOST_NAMED]:
+        for name in sorted(fields.keys() - known)[:_MOST_NAMED]:
             reading.ignored.add(name[:_SHOWN])
-        return {name: value for name, value in given.items() if name in known}
+        return {name: value for name, value in fields.items() if name in known}
 
 
 B = TypeVar("B", bound=Body)

@@ -33,8 +33,8 @@ def chat_grammar(body: ChatRequest, tools: list[Tool], marks: CallForm) -> Gramm
     """
     choice = body.tool_choice
     if isinstance(choice, ToolChoice) or choice == "required":
-        wanted = _wanted(choice, tools)
-        return partial(call_grammar, [(tool.name, tool.schema) for tool in wanted], marks)
+        callable_tools = _callable_tools(choice, tools)
+        return partial(call_grammar, [(tool.name, tool.schema) for tool in callable_tools], marks)
     schema = _schema(body.response_format)
     if tools and schema is not None:
         return partial(calls_or_json, described_tools(tools), marks, schema)
@@ -89,26 +89,26 @@ def _schema(form: ResponseFormat | None) -> Mapping[str, object] | None:
     if form is None or form.type == "text":
         return None
     if form.json_schema is None:
-        if form.type == "json_schema" and form.beside is None:
+        if form.type == "json_schema" and form.outer_schema is None:
             raise ApiError(
                 400, "response_format json_schema needs json_schema", param="response_format"
             )
-        return form.beside or ANY_OBJECT
+        return form.outer_schema or ANY_OBJECT
     if form.type == "json_object":
         return ANY_OBJECT
     schema = form.json_schema.json_schema or ANY_OBJECT
     return closed_objects(schema) if form.json_schema.strict else schema
 
 
-def _wanted(choice: ToolChoice | str, tools: list[Tool]) -> list[DescribedTool]:
+def _callable_tools(choice: ToolChoice | str, tools: list[Tool]) -> list[DescribedTool]:
     """Return the tools of which one must be called."""
     if not tools:
         raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tools")
     chosen = choice.function.name if isinstance(choice, ToolChoice) else None
-    wanted = [tool for tool in described_tools(tools) if chosen in (None, tool.name)]
-    if not wanted:
+    callable_tools = [tool for tool in described_tools(tools) if chosen in (None, tool.name)]
+    if not callable_tools:
         raise ApiError(400, f"tool_choice names {chosen!r}, which is not one of the tools")
-    return wanted
+    return callable_tools
 
 
 def described_tools(tools: list[Tool]) -> list[DescribedTool]:

@@ -70,7 +70,7 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    beside: _Json | None = Field(None, alias="schema")
+    outer_schema: _Json | None = Field(None, alias="schema")
     """The schema, where llama.cpp expects it: beside `type`."""
 
 
@@ -84,7 +84,7 @@ class StructuredOutputs(Body):
     grammar: _Pattern | None = None
 
 
-class Asked(Body):
+class RequestBody(Body):
     """The fields that all bodies asking for an answer share."""
 
     model: str | None = Field(None, max_length=512)
@@ -106,7 +106,7 @@ class Asked(Body):
         return 1
 
 
-class Sampling(Asked):
+class Sampling(RequestBody):
     """How tokens are sampled, and how the answer is sent."""
 
     unsupported = _UNSUPPORTED
@@ -155,7 +155,7 @@ class Sampling(Asked):
         return self.n or 1
 
     @property
-    def asked_tokens(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         """The most tokens that the answer may have; None: as many as fit."""
         return _first(self.max_tokens, self.n_predict)
 
@@ -163,11 +163,11 @@ class Sampling(Asked):
         """Return the request for a prompt of these token ids, whose answer may have `room`
         tokens.
         """
-        asked = self.asked_tokens
+        most = self.max_answer_tokens
         return Request(
             prompt=tuple(ids),
-            options=self._options(max(1, room if asked is None else min(asked, room))),
-            is_prompt_only=asked == 0,
+            options=self._options(max(1, room if most is None else min(most, room))),
+            is_prompt_only=most == 0,
             keeps_special=self.skip_special_tokens is False,
             may_speculate=self.speculative != "none",
             priority=_TIERS.get(self.service_tier or "", 0)
@@ -176,23 +176,23 @@ class Sampling(Asked):
         )
 
     def _options(self, max_new_tokens: int) -> SamplingOptions:
-        given = self.model_dump(include=_OPTIONS, exclude_none=True)
-        stop = given.get("stop", ())
+        options = self.model_dump(include=_OPTIONS, exclude_none=True)
+        stop = options.get("stop", ())
         return SamplingOptions(
-            **given | {
+            **options | {
                 "max_new_tokens": max_new_tokens,
                 "repetition_penalty": self.repetition_penalty or self.repeat_penalty,
                 "seed": None if self.seed is None else self.seed % SEEDS,
                 "stop": (stop,) if isinstance(stop, str) else tuple(stop),
-                "stop_token_ids": tuple(given.get("stop_token_ids", ())),
+                "stop_token_ids": tuple(options.get("stop_token_ids", ())),
                 "logit_bias": tuple((int(i), bias) for i, bias in (self.logit_bias or {}).items()),
             }
         )  # fmt: skip
 
 
-def _first(*given: int | None) -> int | None:
+def _first(*values: int | None) -> int | None:
     """Return the first number that was given; None without a number, or if it is -1."""
-    found = next((number for number in given if number is not None), None)
+    found = next((number for number in values if number is not None), None)
     return None if found == -1 else found
 
 
@@ -325,7 +325,7 @@ class ChatRequest(Sampling):
     prediction: _Json | None = None
 
     @property
-    def asked_tokens(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         """The most tokens that the answer may have; None: as many as fit."""
         return _first(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
@@ -376,6 +376,6 @@ class CompletionRequest(Sampling):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts of the body: texts, or lists of token ids."""
-        given: Any = self.prompt
-        is_one = isinstance(given, str) or isinstance(given[0], int)
-        return [given] if is_one else given
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if is_one else prompt

@@ -25,8 +25,8 @@ def turn_of(message: Message) -> dict[str, object]:
         content = content_of(content)
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, object] = {"role": role, "content": content or ""}
-    told = {"name", "tool_call_id", "reasoning_content"}
-    turn |= message.model_dump(include=told, exclude_none=True)
+    optional_fields = {"name", "tool_call_id", "reasoning_content"}
+    turn |= message.model_dump(include=optional_fields, exclude_none=True)
     if message.tool_calls:
         turn["tool_calls"] = [
             {

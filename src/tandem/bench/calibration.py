@@ -67,7 +67,7 @@ def calibrate(
         routers = find_routers(model, runtime.bound)
         if isinstance(routers, str):
             name = type(model).__name__
-            raise UnsupportedModelError(f"the routers of {name} cannot be asked ahead: {routers}")
+            raise UnsupportedModelError(f"the routers of {name} cannot be run ahead: {routers}")
         residuals = Residuals(len(routers), routers[0].hidden_size, model.device)
         ahead = LookAhead(routers, residuals, SOURCES)
         try:

@@ -16,7 +16,7 @@ class ModelShape:
     values: dict[str, Any] = field(default_factory=dict)
     whole: str = ""
     """The type of the whole model, if Transformers cannot build its text model alone."""
-    beside: dict[str, Any] = field(default_factory=dict)
+    whole_values: dict[str, Any] = field(default_factory=dict)
     """Further values for the config of `whole`; without any, its vision and audio towers are
     removed."""
 

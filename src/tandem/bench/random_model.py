@@ -68,7 +68,7 @@ def build_random_model(
     draw_matrix: _DrawMatrix = random_matrix
     if is_shared:
         draw_experts, draw_matrix = cache(draw_experts), cache(draw_matrix)
-    if not shape.beside:
+    if not shape.whole_values:
         _drop_towers(model)
     put_on_interface(model)
     # First, so that the next step counts these layers as packed ones.
@@ -106,13 +106,13 @@ def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrain
             values["unpadded_vocab_size"] = vocabulary  # the size of Inkling's logits
     if shape.whole:
         text = values | {"model_type": shape.model_type}
-        whole = AutoConfig.for_model(shape.whole, text_config=text, **shape.beside)
+        whole = AutoConfig.for_model(shape.whole, text_config=text, **shape.whole_values)
         with torch.device("meta"):
-            beside: PreTrainedModel = AutoModelForImageTextToText.from_config(
+            multimodal: PreTrainedModel = AutoModelForImageTextToText.from_config(
                 whole, dtype=torch.bfloat16
             )
-        whole.architectures = [type(beside).__name__]
-        return beside
+        whole.architectures = [type(multimodal).__name__]
+        return multimodal
     config = AutoConfig.for_model(shape.model_type, **values)
     own = text_class(shape.model_type)
     if own is None and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

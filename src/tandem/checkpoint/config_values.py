@@ -42,7 +42,7 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation")
 _DTYPES = ("dtype", "torch_dtype")
 _TOKEN_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_LONGEST_SAID = 400  # characters
+_LONGEST_MESSAGE = 400  # characters
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -122,7 +122,7 @@ def foreign_errors(what: str) -> Iterator[None]:
         is_panic = type(error).__name__ == "PanicException"
         if not (isinstance(error, Exception) or is_panic) or _is_own_assertion(error):
             raise
-        raise ModelError(f"{what}: {said(error)}") from error
+        raise ModelError(f"{what}: {short_message(error)}") from error
 
 
 def _is_own_assertion(error: BaseException) -> bool:
@@ -132,10 +132,10 @@ def _is_own_assertion(error: BaseException) -> bool:
     return str(frames[-1][0].f_globals.get("__name__")).startswith("tandem.")
 
 
-def said(error: BaseException) -> str:
+def short_message(error: BaseException) -> str:
     """Return one line of another library's error message, cut after 400 characters."""
     sentence = _sentence(error)
-    return sentence if len(sentence) <= _LONGEST_SAID else f"{sentence[:_LONGEST_SAID]}..."
+    return sentence if len(sentence) <= _LONGEST_MESSAGE else f"{sentence[:_LONGEST_MESSAGE]}..."
 
 
 def _sentence(error: BaseException) -> str:

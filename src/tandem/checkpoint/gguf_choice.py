@@ -42,7 +42,7 @@ def is_projector(name: str) -> bool:
     return PurePosixPath(name).name.lower().startswith("mmproj") or "-mmproj" in name.lower()
 
 
-def projectors_beside(file: Path) -> list[Path]:
+def sibling_projectors(file: Path) -> list[Path]:
     """Return the projector files in a model's directory."""
     return sorted(path for path in file.parent.glob("*.gguf") if is_projector(path.name))
 

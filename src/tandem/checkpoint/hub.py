@@ -20,7 +20,7 @@ _HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<tag>[\w.-]+))?")
 # The files that a model needs, without copies of its weights in other frameworks' formats.
 _WEIGHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 # And the files that describe its origin, which may change after a model was published.
-_WANTED = (*_WEIGHED, SUMS_FILE, "README.md", "LICENSE*")
+_FILE_PATTERNS = (*_WEIGHED, SUMS_FILE, "README.md", "LICENSE*")
 _SHOWN_MODELS = 8
 _Answer = TypeVar("_Answer")
 
@@ -65,8 +65,8 @@ def find_model_path(model: str | Path, options: HubOptions | None = None) -> Pat
         )
     if hub_id["tag"] is not None:
         return _download_gguf(hub_id["name"], hub_id["tag"], options)
-    wanted = [*_WANTED, *(["*.py"] if options.with_code else [])]
-    path = _download(name, options, wanted)
+    patterns = [*_FILE_PATTERNS, *(["*.py"] if options.with_code else [])]
+    path = _download(name, options, patterns)
     require_as_published(path, name, _WEIGHED)
     if not (path / "config.json").exists():
         raise ModelError(
@@ -128,15 +128,15 @@ def _fetched_files(name: str, options: HubOptions) -> dict[str, Path]:
         repos = [r for r in scan_cache_dir(options.cache_dir).repos if r.repo_id == name]
     except CacheNotFound:
         repos = []
-    wanted = options.revision or "main"
+    requested = options.revision or "main"
     for revision in (revision for repo in repos for revision in repo.revisions):
-        if wanted == revision.commit_hash or wanted in revision.refs:
+        if requested == revision.commit_hash or requested in revision.refs:
             root = revision.snapshot_path
             return {str(f.file_path.relative_to(root)): f.file_path for f in revision.files}
     raise _not_here(name, options)
 
 
-def _download(name: str, options: HubOptions, wanted: list[str]) -> Path:
+def _download(name: str, options: HubOptions, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch() -> str:
@@ -145,7 +145,7 @@ def _download(name: str, options: HubOptions, wanted: list[str]) -> Path:
             revision=options.revision,
             token=options.token,
             cache_dir=options.cache_dir,
-            allow_patterns=wanted,
+            allow_patterns=patterns,
         )
 
     return Path(_from_hub(name, options, fetch))

@@ -34,10 +34,10 @@ def write_sums(directory: Path) -> Path:
     return written.replace(directory / SUMS_FILE)
 
 
-def require_as_published(directory: Path, name: str, wanted: Sequence[str]) -> None:
+def require_as_published(directory: Path, name: str, patterns: Sequence[str]) -> None:
     """Raise `ModelError` if a downloaded packed model differs from its checksums.
 
-    Only listed files that match a pattern of `wanted` are checked. Damaged files are removed, so
+    Only listed files that match a pattern of `patterns` are checked. Damaged files are removed, so
     that the next download fetches them again. Nothing is checked if the directory has no list, or
     a list without the index of a packed checkpoint.
     """
@@ -46,7 +46,7 @@ def require_as_published(directory: Path, name: str, wanted: Sequence[str]) -> N
     sums = {
         file: sha
         for file, sha in _read_sums(directory, name).items()
-        if any(fnmatch(file, pattern) for pattern in wanted)
+        if any(fnmatch(file, pattern) for pattern in patterns)
     }
     if INDEX_FILE not in sums:
         return  # another program wrote this list

@@ -57,12 +57,12 @@ class ModelBenchOptions:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        given = asdict(self)
+        values = asdict(self)
         for name in ("prompt", "gen", "batch"):
-            require_range(name, given[name], 1, what="a number")
+            require_range(name, values[name], 1, what="a number")
         require_range("depth", self.depth, 0, what="a number of tokens")
         for name in ("layers", "vocabulary", "threads"):
-            if (value := given[name]) is not None:
+            if (value := values[name]) is not None:
                 require_range(name, value, 1, what="a number")
 
 

@@ -60,12 +60,12 @@ class CompareOptions:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        given = asdict(self)
+        values = asdict(self)
         for name in ("prompt", "rounds"):
-            require_range(name, given[name], 1, what="a number")
+            require_range(name, values[name], 1, what="a number")
         require_range("gen", self.gen, 4, what="a number of tokens")  # two of them are warm-up
         for name in ("depth", "tokens"):
-            require_range(name, given[name], 0, what="a number of tokens")
+            require_range(name, values[name], 0, what="a number of tokens")
         if self.threads is not None:
             require_range("threads", self.threads, 1, what="a number")
 
@@ -142,7 +142,7 @@ def _compare(
     if peer.command and peer.has_library and ids:
         groups.append({_LIBRARY: library})  # only asked for its choices, not timed
     choosers = {TANDEM, _LIBRARY if peer.command else peer.name} if peer.has_library else set()
-    tell = _silent if options.quiet else _Told(options.rounds)
+    tell = _silent if options.quiet else _ProgressPrinter(options.rounds)
     speeds: dict[str, Rounds] = {}
     chosen: list[list[Choice]] = []
     memory: dict[str, int] = {}
@@ -186,7 +186,7 @@ def _is_narrow(setting: "Setting", *, quiet: bool) -> bool:
     return True
 
 
-class _Told:
+class _ProgressPrinter:
     """Prints each measurement on standard error as it ends."""
 
     def __init__(self, rounds: int) -> None:

@@ -24,9 +24,9 @@ class DraftChoice:
         A draft model whose vocabulary differs is not used, and causes a warning.
         """
         own = find_model(self.choice, quiet=self.quiet)
-        told: DraftSources = {"mtp_from": Path(own.model)}  # the model, not a packed copy
+        sources: DraftSources = {"mtp_from": Path(own.model)}  # the model, not a packed copy
         if self.draft is None:
-            return told
+            return sources
         found = find_model(ModelChoice(model=self.draft), quiet=self.quiet)
         if load_tokenizer(found).get_vocab() != tokenizer.get_vocab():
             warnings.warn(
@@ -35,7 +35,7 @@ class DraftChoice:
                 TandemWarning,
                 stacklevel=2,
             )
-            return told
+            return sources
         from tandem.generate.speculation.small_model import load_small
 
-        return {**told, "draft": load_small(Path(found.model))}
+        return {**sources, "draft": load_small(Path(found.model))}

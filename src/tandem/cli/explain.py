@@ -235,8 +235,8 @@ class Drafting:
         """Return a line about the number of drafted tokens, or why there are none."""
         if self._why_none is not None:
             return f"speculation: nothing is drafted: {self._why_none}"
-        told = f"speculation: {answer.drafted_tokens} tokens drafted, {answer.accepted_tokens} kept"
-        return f"{told}; {self._counts.line()}"
+        text = f"speculation: {answer.drafted_tokens} tokens drafted, {answer.accepted_tokens} kept"
+        return f"{text}; {self._counts.line()}"
 
     def json(self) -> dict[str, object]:
         """Return the counts as JSON: decode steps by number of drafted tokens, and unpaid steps."""

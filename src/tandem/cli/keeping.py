@@ -131,10 +131,10 @@ class Keeper:
         the copy cannot be written.
         """
         copies = kept_copies(self._options)
-        wanted = self._options.pack_to_disk
-        if wanted is None and self._may_ask and _is_on_terminal():
-            wanted = _ask_to_pack(num_bytes, copies.directory)
-        if not wanted:
+        agrees = self._options.pack_to_disk
+        if agrees is None and self._may_ask and _is_on_terminal():
+            agrees = _ask_to_pack(num_bytes, copies.directory)
+        if not agrees:
             return None
         bar = None if self._quiet else PackingBar()
         try:
@@ -158,7 +158,7 @@ class Keeper:
     def begin(self, origin: "Origin", model: "PreTrainedModel", seconds: float) -> None:
         """Start writing a copy of a model that took `seconds` to load, if the user wants one."""
         num_bytes = int(model.get_memory_footprint())
-        if not self._is_wanted(num_bytes, seconds):
+        if not self._user_agrees(num_bytes, seconds):
             return
         self._total_bytes = num_bytes
         copies = kept_copies(self._options)
@@ -216,7 +216,7 @@ class Keeper:
         if self._is_leaving:
             raise _LeftError
 
-    def _is_wanted(self, num_bytes: int, seconds: float) -> bool:
+    def _user_agrees(self, num_bytes: int, seconds: float) -> bool:
         if self._options.keep is not None:
             return self._options.keep
         if seconds < _SLOW_SECONDS:

@@ -117,16 +117,16 @@ class KeptCopies:
         Returns None if another process is writing this copy. Raises `ModelError` if there is no
         room for it or the system refuses.
         """
-        with self._told_errors(), self._alone(origin.name) as is_alone:
+        with self._reported_errors(), self._alone(origin.name) as is_alone:
             return self._write(origin, num_bytes, save) if is_alone else None
 
     def require_room(self, name: str, num_bytes: int) -> None:
         """Raise what `write` would raise now for a copy of `num_bytes`."""
-        with self._told_errors(), self._alone(name):
+        with self._reported_errors(), self._alone(name):
             self._removable(num_bytes, keep=name)
 
     @contextlib.contextmanager
-    def _told_errors(self) -> Iterator[None]:
+    def _reported_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

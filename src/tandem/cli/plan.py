@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tandem.bench.model_shapes import DENSE_SHAPES, MODEL_SHAPES
 from tandem.cli.model_choice import ModelChoice, add_model, find_model, import_transformers
-from tandem.cli.planner import PlanAsked, Planner
+from tandem.cli.planner import Planner, PlanRequest
 from tandem.cli.progress import waiting
 from tandem.core.config import add_flags, from_flags, option, require_range
 from tandem.core.errors import ConfigError
@@ -79,9 +79,9 @@ class PlanOptions:
         if self.memory is not None:
             parse_bytes(self.memory, name="--memory")
 
-    def asked(self) -> PlanAsked:
+    def request(self) -> PlanRequest:
         """Return the options in the form that `Planner` needs."""
-        return PlanAsked(
+        return PlanRequest(
             dense_dtype=self.dense_dtype, context=self.context, sequences=self.sequences,
             measure=self.measure, refresh=self.refresh, shape=self.shape,
             host_path=self.host_path, draft=self.draft, image_tokens=self.image_tokens,
@@ -108,7 +108,7 @@ def run(flags: argparse.Namespace) -> int:
         source = find_model(source, quiet=True)
     import_transformers(quiet=False, has_bars=False)
     with waiting("planning, with some layers measured"):
-        planner = Planner(source, options.asked(), offload)
+        planner = Planner(source, options.request(), offload)
         plan, others = _plan(planner)
         proposal = _proposal(planner, options, plan.sizes)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanAsked:
+class PlanRequest:
     """The planner's options, apart from `OffloadOptions`."""
 
     dense_dtype: str
@@ -42,23 +42,23 @@ class PlanAsked:
 class Planner:
     """Plans one model in any format."""
 
-    def __init__(self, source: ModelChoice, asked: PlanAsked, offload: OffloadOptions) -> None:
+    def __init__(self, source: ModelChoice, request: PlanRequest, offload: OffloadOptions) -> None:
         """Read the checkpoint's headers and find how much memory there is."""
         from tandem.devices import kind_of
         from tandem.experts.store.host_memory import available_bytes, process_bytes
         from tandem.forecast.gpu_forecast import device_memory, host_bytes_elsewhere
         from tandem.generate.generator import Generator  # noqa: F401  modules of a run
 
-        self._asked, self._offload = asked, offload
+        self._request, self._offload = request, offload
         chosen = self._config()
         self._process_bytes, elsewhere = process_bytes(), host_bytes_elsewhere(chosen)
-        if asked.memory_bytes is not None:
-            elsewhere = asked.memory_bytes
+        if request.memory_bytes is not None:
+            elsewhere = request.memory_bytes
         # On another machine this program would take as much memory as it takes here.
         self._available_bytes = (
             available_bytes() if elsewhere is None else max(0, elsewhere - self._process_bytes)
         )
-        self._sizes_with, self._packed_files = _sizes_with(source, asked.shape)
+        self._sizes_with, self._packed_files = _sizes_with(source, request.shape)
         self._memory: DeviceMemory = device_memory(chosen)
         is_on_device = kind_of(offload.device).holds_dense_parts
         self._on_device = self._memory.free_bytes if is_on_device else None
@@ -73,17 +73,17 @@ class Planner:
         # The profile names the machine; a dense model may be planned for that machine, too.
         config = dataclasses.replace(self._config(**own), profile=None)
         found = self._sizes_with(config)
-        given = self._offload.expert_memory_bytes
-        return found.within(self._available_bytes, given, self._on_device)
+        expert_memory = self._offload.expert_memory_bytes
+        return found.within(self._available_bytes, expert_memory, self._on_device)
 
     def plan(self, sizes: "ModelSizes", others: "Mapping[str, ModelSizes]") -> "Plan":
         """Return the plan without a speed; raises `CapacityError` if a GPU is too small."""
         from tandem.forecast.model_plan import Plan, plan_slots
 
-        offload, context = self._offload, sizes.context(self._asked.context)
+        offload, context = self._offload, sizes.context(self._request.context)
         slots, gpu_bytes = plan_slots(
             sizes, device=offload.device, gpu_memory=offload.gpu_memory, memory=self._memory,
-            context_tokens=context, sequences=self._asked.sequences, others=others,
+            context_tokens=context, sequences=self._request.sequences, others=others,
         )  # fmt: skip
         return Plan(
             sizes=sizes,
@@ -96,9 +96,9 @@ class Planner:
             expert_slots=slots,
             speed="not forecast",
             can_be_packed=not self.is_packed,
-            sequences=self._asked.sequences,
+            sequences=self._request.sequences,
             draft=self._draft(),
-            image_tokens=self._asked.image_tokens,
+            image_tokens=self._request.image_tokens,
         )
 
     def _draft(self) -> "ModelSizes | None":
@@ -107,14 +107,14 @@ class Planner:
         from tandem.generate.speculation.small_model import small_options
         from tandem.hf.checkpoint import open_model
 
-        if self._asked.draft is None:
+        if self._request.draft is None:
             return None
-        checkpoint = open_model(Path(self._asked.draft))
+        checkpoint = open_model(Path(self._request.draft))
         return model_sizes(checkpoint, small_options(checkpoint))
 
     def with_speed(self, plan: "Plan", **own: str) -> "Plan":
         """Return the plan with its speed, measured or simulated, and its speed from the disk."""
-        speed = _speed(plan.sizes, self._config(**own), plan.expert_slots, self._asked)
+        speed = _speed(plan.sizes, self._config(**own), plan.expert_slots, self._request)
         plan = dataclasses.replace(plan, speed=speed)
         slots, from_disk = _over_disk(plan, self._packed_files, self._offload)
         return dataclasses.replace(plan, slots_over_disk=slots, from_disk=from_disk)
@@ -123,7 +123,7 @@ class Planner:
         from tandem.hf.config import OffloadConfig
 
         return OffloadConfig(
-            **asdict(self._offload) | {"dense_dtype": self._asked.dense_dtype} | own,
+            **asdict(self._offload) | {"dense_dtype": self._request.dense_dtype} | own,
             isa=os.environ.get("TANDEM_ISA"),
             cache_dir=str(cache_dir()),
         )
@@ -138,28 +138,28 @@ def _over_disk(
     are None if no expert stays there. The speed is that of the CPU; None if it was not measured.
     Raises `TandemError` where loading would.
     """
-    given, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
-    if given is not None and is_plain:
+    expert_memory, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
+    if expert_memory is not None and is_plain:
         raise offload.no_slots_for_plain()
-    if given is not None and not files:
+    if expert_memory is not None and not files:
         offload.require_no_slots("this model")
     from tandem.forecast.disk_forecast import forecast_from_disk, slots_over_disk
     from tandem.forecast.speed_forecast import SpeedForecast
     from tandem.hardware.disk import measure_disk
     from tandem.hf.disk_tier import room_for_experts
 
-    has_all = plan.fits if given is None else given >= plan.sizes.experts_bytes
-    is_elsewhere = given is None and offload.device != "cpu"
+    has_all = plan.fits if expert_memory is None else expert_memory >= plan.sizes.experts_bytes
+    is_elsewhere = expert_memory is None and offload.device != "cpu"
     if has_all or not files or is_plain or plan.sizes.is_dense or is_elsewhere:
         return None, None
-    room = given
+    room = expert_memory
     if room is None:  # computed as loading does after the dense parts
         free = max(0, plan.available_bytes - plan.sizes.total_dense_bytes)
         room = room_for_experts(free, plan.kv_cache_bytes)
     try:
-        slots = slots_over_disk(plan.sizes, room, is_given=given is not None)
+        slots = slots_over_disk(plan.sizes, room, is_given=expert_memory is not None)
     except CapacityError:  # not even room for the slots that layers share
-        if given is not None:
+        if expert_memory is not None:
             raise
         return None, None
     if not isinstance(plan.speed, SpeedForecast):
@@ -189,7 +189,7 @@ def _sizes_with(
 
 
 def _speed(
-    sizes: "ModelSizes", offload: "OffloadConfig", num_slots: int, asked: PlanAsked
+    sizes: "ModelSizes", offload: "OffloadConfig", num_slots: int, request: PlanRequest
 ) -> "AnyForecast | str":
     """Return the requested forecast, or why there is none."""
     from tandem.forecast.cpu_forecast import forecast_from_profile
@@ -198,19 +198,19 @@ def _speed(
     from tandem.hardware.profiles import load_profile
     from tandem.policy.step_path import run_path, step_path
 
-    if not asked.measure:
+    if not request.measure:
         return "not forecast (--no-measure)"
     if offload.device == "cpu" and offload.profile is not None:
         return forecast_from_profile(sizes, load_profile(offload.profile))
     if offload.device == "cpu":
-        return forecast_speed(sizes, offload, cache_dir=cache_dir(), refresh=asked.refresh)
+        return forecast_speed(sizes, offload, cache_dir=cache_dir(), refresh=request.refresh)
     if sizes.is_dense:
         return "not forecast: profiles have no times of a dense model on a GPU"
     reason = why_not_measured(sizes) if offload.profile is None else ""
     if reason:
         return reason
     machine = machine_for(sizes, offload)
-    named, why_planned = asked.host_path, offload.why_planned()
+    named, why_planned = request.host_path, offload.why_planned()
     if named is None:
         path = run_path(machine, why_planned)
     else:

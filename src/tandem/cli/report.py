@@ -89,8 +89,8 @@ class RunReport:
         if self._host_slots is not None:
             lines.append("[" + " | ".join(self._disk_parts()) + "]")
         if why := _CUT.get(self._end(answer)):
-            told = why.format(tokens=len(answer.token_ids), context=self._context_tokens)
-            lines.append(f"[the answer is cut off: {told}]")
+            reason = why.format(tokens=len(answer.token_ids), context=self._context_tokens)
+            lines.append(f"[the answer is cut off: {reason}]")
         return "\n".join(lines)
 
     def _read_parts(self) -> list[str]:

@@ -118,7 +118,7 @@ class Session:
         self.sampling = sampling
         self._messages: list[Message] = []
         self._generator: Generator | None = None
-        self._has_said_why_slower = False
+        self._has_printed_why_slower = False
         self.clear()
 
     def finish(self) -> None:
@@ -307,8 +307,8 @@ class Session:
     def _say_why_slower(self) -> None:
         """Print once in a session why steps are slower than possible, if they are."""
         why = self._generator.why_slower if self._generator is not None else None
-        if why is not None and not self._has_said_why_slower:
-            self._has_said_why_slower = True
+        if why is not None and not self._has_printed_why_slower:
+            self._has_printed_why_slower = True
             print(f"[slower than possible: {why}]", file=sys.stderr)
 
 

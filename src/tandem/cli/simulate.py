@@ -52,11 +52,11 @@ class SimulateOptions:
         None, help="predictor of the next experts, for --prefetch (default: regression)"
     )
     prefetch_choice: str | None = option(
-        None, help="which predicted experts are copied ahead, for --prefetch (default: pays)"
+        None, help="which predicted experts are prefetched, for --prefetch (default: pays)"
     )
     start: str = option("empty", help="initial content of the expert cache")
     pool: str = option("by-layer", help="slots by-layer or shared by all layers")
-    prefetch: int = option(0, help="number of copies ahead per layer", metavar="K")
+    prefetch: int = option(0, help="number of prefetches per layer", metavar="K")
     costs: str = option(
         "pipeline", choices=("pipeline", "equations"),
         help="what `balanced` minimises: overlapped copies, or DALI's equations 3-9",
@@ -145,12 +145,12 @@ def _print_lists(options: SimulateOptions) -> bool:
         "start": SIMULATED_STARTS.names(),
         "pool": list(POOLS),
     }
-    asked = {name: names for name, names in known.items() if asdict(options)[name] == LISTS}
-    for names in asked.values():
+    requested = {name: names for name, names in known.items() if asdict(options)[name] == LISTS}
+    for names in requested.values():
         print("\n".join(names))
-    if asked and options.json:
-        print(json.dumps(asked))
-    return bool(asked)
+    if requested and options.json:
+        print(json.dumps(requested))
+    return bool(requested)
 
 
 def _settings(options: SimulateOptions) -> "PlannerSettings":
@@ -170,9 +170,9 @@ def _settings(options: SimulateOptions) -> "PlannerSettings":
     if by_equations and settings.rule() != "balanced":
         unused = f"--costs equations: only assignment balanced has them, not {options.assignment}"
     elif options.prefetch == 0 and options.prediction is not None:
-        unused = "--prediction: nothing is copied ahead, as --prefetch is 0"
+        unused = "--prediction: nothing is prefetched, as --prefetch is 0"
     elif options.prefetch == 0 and options.prefetch_choice is not None:
-        unused = "--prefetch-choice: nothing is copied ahead, as --prefetch is 0"
+        unused = "--prefetch-choice: nothing is prefetched, as --prefetch is 0"
     if unused is not None:
         raise ConfigError(f"{unused}; leave it out, or change the other")
     return settings
@@ -251,10 +251,10 @@ def _print_summary(path: str, result: "Report", *, is_verbose: bool) -> None:
             f"{format_bytes(result['bytes_read'] / result['tokens'])} read a token, prompts' too"
         )
     if result["speculation"]["drafted"]:
-        told = result["speculation"]
+        speculation = result["speculation"]
         print(
-            f"  {told['drafted']} tokens drafted, {told['accepted']} accepted, "
-            f"{told['tokens_per_step']:.2f} tokens a step"
+            f"  {speculation['drafted']} tokens drafted, {speculation['accepted']} accepted, "
+            f"{speculation['tokens_per_step']:.2f} tokens a step"
         )
     if is_verbose:
         _print_details(result)

@@ -39,12 +39,12 @@ class DiskOptions:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for options without effect, out of range, or in conflict."""
         named = {"--host-experts": self.host_experts, "--expert-memory": self.expert_memory}
-        given = [name for name, value in named.items() if value is not None]
-        if given and self.disk is None:
-            raise ConfigError(f"{given[0]} sets the memory over a disk; give --disk too")
+        names = [name for name, value in named.items() if value is not None]
+        if names and self.disk is None:
+            raise ConfigError(f"{names[0]} sets the memory over a disk; give --disk too")
         if self.host_experts is not None and not 0 <= self.host_experts <= 1:
             raise ConfigError(f"--host-experts is {self.host_experts}; expected 0 to 1")
-        if len(given) > 1:
+        if len(names) > 1:
             raise ConfigError(
                 "--host-experts and --expert-memory set the same thing; leave one out"
             )

@@ -85,8 +85,8 @@ def warnings_as_lines(*, quiet: bool) -> Iterator[None]:
         line: str | None = None,
     ) -> None:
         if not quiet:
-            said = str(message).strip().partition("\n")[0]
-            print(f"[warning{_origin(filename)}: {said}]", file=sys.stderr)
+            first_line = str(message).strip().partition("\n")[0]
+            print(f"[warning{_origin(filename)}: {first_line}]", file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

@@ -80,10 +80,10 @@ def capacity_errors() -> Iterator[None]:
     except TandemError:
         raise
     except Exception as error:
-        said = exhaustion(error)
-        if said is None:
+        capacity_error = exhaustion(error)
+        if capacity_error is None:
             raise
-        raise said from error
+        raise capacity_error from error
 
 
 class TandemWarning(UserWarning):

@@ -169,8 +169,8 @@ def _looks_for_embeddings(model: nn.Module) -> bool:
         for kind in {type(module) for module in model.modules()}
         if "forward" in vars(kind)
     }
-    asked = {"embed_tokens", "weight", "device"}
-    return any(asked <= set(forward.__code__.co_names) for forward in forwards)
+    names = {"embed_tokens", "weight", "device"}
+    return any(names <= set(forward.__code__.co_names) for forward in forwards)
 
 
 def executor_of(model: PreTrainedModel) -> Executor | None:

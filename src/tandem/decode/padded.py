@@ -116,8 +116,8 @@ class PaddedSlotPool(SlotPool):
         inputs: dict[str, Tensor] = {}
         for images in self._images.values():
             prompts, inputs = dict.fromkeys(prompts, images.ids), images.tensors()
-        rows = [list(prompt) for prompt in prompts.values()]
-        self._padded = PaddedBatch(self._model, rows, self._pad_id, inputs)
+        sequences = [list(prompt) for prompt in prompts.values()]
+        self._padded = PaddedBatch(self._model, sequences, self._pad_id, inputs)
         self._tokens = dict.fromkeys(prompts, 0)
         return self._padded.prefill()
 

@@ -49,8 +49,8 @@ class TokenRouted:
         copies = executor is not None and executor.cache is not None
         if not self._tables or (self._native is None and not copies):
             return
-        rows = torch.tensor(token_ids, device="cpu")
-        loads = [_load(table.layer, table.experts[rows]) for table in self._tables]
+        ids = torch.tensor(token_ids, device="cpu")
+        loads = [_load(table.layer, table.experts[ids]) for table in self._tables]
         if executor is not None:
             executor.expect(loads)
         on_disk = {

@@ -106,8 +106,8 @@ def ensure_built(
 def is_ready(directory: Path, *, kind: str, recipe: Recipe = RECIPE) -> bool:
     """Return whether a directory holds this build, by its manifest and file sizes alone."""
     manifest = _read_manifest(directory)
-    wanted = {"recipe_version": recipe.version, "kind": kind, "seed": recipe.seed}
-    if manifest is None or not wanted.items() <= manifest.items():
+    expected = {"recipe_version": recipe.version, "kind": kind, "seed": recipe.seed}
+    if manifest is None or not expected.items() <= manifest.items():
         return False
     return all(
         (path := directory / name).is_file() and path.stat().st_size == entry["bytes"]

@@ -19,7 +19,7 @@ class EmulatedDevice(Device):
     """A device that counts its memory and computes batches in order, on the CPU."""
 
     name = "emulated"
-    computes_beside = False
+    runs_in_parallel = False
 
     def __init__(self, total_bytes: int, kernels: ExpertKernels) -> None:
         """Own `total_bytes` of host memory as device memory; compute with `kernels`."""

@@ -22,7 +22,7 @@ from tandem.policy.settings import POOLS, PlannerSettings
 
 _OF_ONE_DEVICE = {"emulated_speed": "emulated"}
 _OF_DENSE_PARTS = ("threads", "device", "importance", "context", "sequences")
-# Defaults of what is copied ahead in planned steps.
+# Defaults of what is prefetched in planned steps.
 DEFAULT_PREDICTION, DEFAULT_PREFETCH_COUNT = "regression", 2
 
 
@@ -111,7 +111,7 @@ class OffloadOptions:
     )
     prefetch_count: int | None = option(
         None,
-        help="experts copied ahead per layer, at most (default: 2; in steps that are one graph, "
+        help="experts prefetched per layer, at most (default: 2; in steps that are one graph, "
         "where a trial says that it pays)",
         metavar="N",
     )
@@ -185,10 +185,10 @@ class OffloadOptions:
         defaults = {field.name: field.default for field in dataclasses.fields(OffloadOptions)}
         own = dataclasses.asdict(self)
         of_experts = [name for name in defaults if name not in followed]
-        given = [name for name in of_experts if own[name] != defaults[name]]
-        if given:
+        names = [name for name in of_experts if own[name] != defaults[name]]
+        if names:
             raise ConfigError(
-                f"{', '.join(given)}: only for experts, and {model} is a dense model, which has "
+                f"{', '.join(names)}: only for experts, and {model} is a dense model, which has "
                 "none; leave it out (dense_dtype packs linear layers)"
             )
 
@@ -238,24 +238,22 @@ def offload_options(flags: argparse.Namespace, also_of_cpu: Collection[str] = ()
     """
     options = from_flags(OffloadOptions, flags)
     of_a_device = ("gpu_memory", *OffloadOptions.rare)
-    given = [name for name in of_a_device if vars(flags).get(name) is not None]
-    if options.expert_memory_bytes is not None and "eviction" in given:
-        given.remove("eviction")  # host slots use it, too
-    given_of_device = [name for name in given if name not in also_of_cpu]
+    names = [name for name in of_a_device if vars(flags).get(name) is not None]
+    if options.expert_memory_bytes is not None and "eviction" in names:
+        names.remove("eviction")  # host slots use it, too
+    given_of_device = [name for name in names if name not in also_of_cpu]
     if options.device == "cpu" and given_of_device:
         raise ConfigError(
             f"{_flags(given_of_device)}: only for a device beside the CPU, and there is none "
             "(--device cpu); leave it out, or give --device cuda or emulated"
         )
     of_others = [
-        name for name in given if _OF_ONE_DEVICE.get(name, options.device) != options.device
+        name for name in names if _OF_ONE_DEVICE.get(name, options.device) != options.device
     ]
     if of_others:
         raise ConfigError(f"{_flags(of_others)}: not for --device {options.device}; leave it out")
     if options.residuals is not None and not options.look_ahead:
-        raise ConfigError(
-            "--residuals: no router is asked ahead; give --look-ahead, or leave it out"
-        )
+        raise ConfigError("--residuals: no router is run ahead; give --look-ahead, or leave it out")
     return options
 
 

@@ -145,8 +145,8 @@ class ComingCalls:
             function = one.get("function", one) if isinstance(one, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise ValueError("a call has no name")
-            given = function.get("arguments", function.get("parameters", {}))
-            yield _whole(function["name"], given)
+            arguments = function.get("arguments", function.get("parameters", {}))
+            yield _whole(function["name"], arguments)
 
     # ---- tags ------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class Dialect:
     """The response template's field for reasoning; None: text between `think` and `end_think`."""
     around: str | None = None
     """A pattern of text around calls, which is skipped if the request has tools."""
-    beside: str | None = None
+    skipped: str | None = None
     """A pattern of text that is skipped in every answer."""
     written: WrittenCall | None = None
     """The call form for grammars of free answers; None: Hermes' own, or no grammar."""
@@ -96,8 +96,8 @@ class Dialect:
             found["tool_calls"] = self.calls
             if self.around is not None:
                 found["around"] = {"open_pattern": self.around, **_EMPTY}
-        if self.beside is not None:
-            found["beside"] = {"open_pattern": self.beside, **_EMPTY}
+        if self.skipped is not None:
+            found["skipped"] = {"open_pattern": self.skipped, **_EMPTY}
         return found
 
 

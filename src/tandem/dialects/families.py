@@ -55,7 +55,7 @@ FAMILIES: Sequence[Dialect] = (
             rf"|<\|channel\|>\w+\s+{_HARMONY_NAME}{_HARMONY_TYPE}",
             r"<\|call\|>|<\|end\|>|<\|return\|>",
         ),
-        beside=r"<\|start\|>assistant|<\|channel\|>(?:final|commentary)"
+        skipped=r"<\|start\|>assistant|<\|channel\|>(?:final|commentary)"
         + _HARMONY_TYPE
         + r"|<\|(?:end|return|call)\|>",
         answers_after="<|channel|>final<|message|>",
@@ -74,7 +74,7 @@ FAMILIES: Sequence[Dialect] = (
         ),
         values="parsed",
         opening="<|tool_call>",
-        beside=r"<turn\|>|<\|tool_response>",
+        skipped=r"<turn\|>|<\|tool_response>",
         special=frozenset({"<|tool_call>", "<|channel>"}),
     ),
     Dialect(
@@ -150,7 +150,7 @@ FAMILIES: Sequence[Dialect] = (
         tag=r'<\|open\|>argument key="(?P<key>[^"]+)" type="(?P<type>\w+)"<\|sep\|>'
         r"(?P<value>.*?)<\|close\|>argument<\|sep\|>",
         around=r"\s*<\|(?:open|close)\|>tools<\|sep\|>",
-        beside=r"<\|(?:open|close)\|>(?:response|message)<\|sep\|>|<\|end_of_msg\|>",
+        skipped=r"<\|(?:open|close)\|>(?:response|message)<\|sep\|>|<\|end_of_msg\|>",
         special=frozenset({"<|open|>", "<|close|>", "<|sep|>"}),
     ),
     Dialect(
@@ -288,7 +288,7 @@ FAMILIES: Sequence[Dialect] = (
         marks=(("<|tool_call|>",),),
         calls=marked_calls(r"\s*<\|tool_call\|>", "<|end_of_text|>"),
         opening="<|tool_call|>",
-        beside=r"\s*</?response>",
+        skipped=r"\s*</?response>",
         special=frozenset({"<|tool_call|>"}),
     ),
     HERMES,

@@ -180,7 +180,7 @@ class ChatFormat:
     def keeps_special(self, *, has_tools: bool) -> bool:
         """Tell whether a reader needs special tokens to find the parts."""
         dialect = self.dialect
-        has_reader = self.thinks or has_tools or dialect.beside is not None
+        has_reader = self.thinks or has_tools or dialect.skipped is not None
         return self._own_template is not None or (
             has_reader and bool(self._special & dialect.special)
         )

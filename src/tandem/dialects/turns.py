@@ -38,8 +38,8 @@ def options_of(options: Mapping[str, object], template: str) -> Mapping[str, obj
         mode = "enabled" if options["enable_thinking"] else "disabled"
         return {"thinking_mode": mode, **options}
     if "thinking_effort" in template:  # Kimi K3's
-        wanted = _KIMI_EFFORTS.get(str(options.get("reasoning_effort")))
-        return {"thinking_effort": wanted, **options} if wanted else options
+        known_effort = _KIMI_EFFORTS.get(str(options.get("reasoning_effort")))
+        return {"thinking_effort": known_effort, **options} if known_effort else options
     if "<tool_sep" not in template:  # Hunyuan's
         return options
     effort = options.get("reasoning_effort")
@@ -140,13 +140,13 @@ def _one_call_each(turns: Sequence[Turn]) -> list[Turn]:
     """
     found: list[Turn] = []
     results = {turn.get("tool_call_id"): turn for turn in turns if turn["role"] == "tool"}
-    told: set[object] = set()
+    call_ids: set[object] = set()
     for turn in turns:
         calls = turn.get("tool_calls") or ()
         if calls and turn.get("thinking"):
             turn = {**turn, "content": ""}
         if len(calls) < 2:
-            if turn["role"] != "tool" or turn.get("tool_call_id") not in told:
+            if turn["role"] != "tool" or turn.get("tool_call_id") not in call_ids:
                 found.append(turn)
             continue
         for i, call in enumerate(calls):
@@ -155,6 +155,6 @@ def _one_call_each(turns: Sequence[Turn]) -> list[Turn]:
                 alone = {"role": turn["role"], "content": "", "tool_calls": [call]}
             found.append(alone)
             if (result := results.get(call["id"])) is not None:
-                told.add(call["id"])
+                call_ids.add(call["id"])
                 found.append(result)
     return found

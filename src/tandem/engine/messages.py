@@ -138,7 +138,7 @@ class EngineStatistics:
     active_experts: int = option(0, help="experts that a layer and step needed")
     hits: int = option(0, help="of them, resident and ready")
     fetched_bytes: int = option(0, help="bytes of experts copied to the device")
-    prefetch_issued: int = option(0, help="experts copied ahead")
+    prefetch_issued: int = option(0, help="experts prefetched")
     prefetch_useful: int = option(0, help="of them, used by their layer's next step")
     rows_on_device: int = option(0, help="(token, expert) rows that the device computed")
     rows_on_cpu: int = option(0, help="(token, expert) rows that the CPU computed")

@@ -22,7 +22,7 @@ _FORMATS = (
 class SizeProposal:
     """A size, or the reason why there is none."""
 
-    asked_tokens_per_second: float
+    requested_tokens_per_second: float
     num_bytes: int
     """Size of the packed model: the largest that is fast enough, otherwise the smallest
     possible."""
@@ -41,9 +41,9 @@ class SizeProposal:
     def sentence(self, model: str) -> str:
         """Return the proposal as a sentence."""
         if self.reason:
-            return f"no size runs at {self.asked_tokens_per_second:g} tok/s: {self.reason}"
+            return f"no size runs at {self.requested_tokens_per_second:g} tok/s: {self.reason}"
         return (
-            f"the largest size at {self.asked_tokens_per_second:g} tok/s or more is "
+            f"the largest size at {self.requested_tokens_per_second:g} tok/s or more is "
             f"{format_bytes(self.num_bytes)} ({self.bits_per_weight:.2f} bits a weight, forecast: "
             f"{self.tokens_per_second:.1f} tok/s): tandem pack {model} --size {self.size}"
         )

@@ -89,6 +89,6 @@ def _unpacked(model: PreTrainedModel) -> Iterator[None]:
             handle.remove()
 
 
-def _in_torch(layer: PackedLinear, given: tuple[Tensor], found: Tensor) -> Tensor:
+def _in_torch(layer: PackedLinear, inputs: tuple[Tensor], found: Tensor) -> Tensor:
     bias = None if layer.bias is None else layer.bias.float()
-    return F.linear(given[0].float(), layer.values(), bias).to(found.dtype)
+    return F.linear(inputs[0].float(), layer.values(), bias).to(found.dtype)

@@ -128,15 +128,15 @@ class ModelSizes:
         longest: int | None = value_of(self.config.get_text_config(), "max_position_embeddings")
         return longest
 
-    def context(self, asked: int | None) -> int:
+    def context(self, requested: int | None) -> int:
         """Return the context to plan for; raises `ConfigError` if it exceeds the model's."""
         longest = self.longest_context
-        if asked is not None and longest is not None and asked > longest:
+        if requested is not None and longest is not None and requested > longest:
             raise ConfigError(
-                f"--context is {asked} tokens, and the model's context has {longest}; give at most "
-                "that"
+                f"--context is {requested} tokens, and the model's context has {longest}; give at "
+                "most that"
             )
-        return asked or min(USUAL_CONTEXT, longest or USUAL_CONTEXT)
+        return requested or min(USUAL_CONTEXT, longest or USUAL_CONTEXT)
 
     @property
     def num_moe_layers(self) -> int:

@@ -184,8 +184,8 @@ def prefixes_to_time(kinds: Sequence[tuple[bool, str]], room: int) -> list[int]:
     """
     lengths = range(1, len(kinds) + 1)
     num_moe = [sum(has_experts for has_experts, _ in kinds[:n]) for n in range(len(kinds) + 1)]
-    wanted = {kind for kind, count in Counter(kinds).items() if count > 1}
-    complete = next(n for n in lengths if wanted <= set(kinds[:n]))
+    repeated = {kind for kind, count in Counter(kinds).items() if count > 1}
+    complete = next(n for n in lengths if repeated <= set(kinds[:n]))
     smallest = next(n for n in lengths if num_moe[n])
     few = min(max(complete, _FEW_LAYERS), len(kinds) - 1)
     while few > smallest and num_moe[few] + num_moe[few + 1] > room:

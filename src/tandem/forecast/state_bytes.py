@@ -74,8 +74,8 @@ def checkpoint_bytes(state_bytes: int, num_tokens: int, available_bytes: int) ->
 
     `available_bytes` are free when the model is loaded.
     """
-    wanted = state_bytes * most_checkpoints(num_tokens, MAX_STEP_TOKENS)
-    return min(wanted, most_checkpoint_bytes(available_bytes))
+    needed = state_bytes * most_checkpoints(num_tokens, MAX_STEP_TOKENS)
+    return min(needed, most_checkpoint_bytes(available_bytes))
 
 
 def _num_values(layer: object) -> int:

@@ -15,7 +15,7 @@ from tandem.generate.running import Running
 from tandem.kv_cache.prefix_files import SEGMENT_TOKENS, SEGMENTS_BETWEEN_STATES, PrefixFiles
 
 # Segments read per step while other requests wait for tokens.
-_READ_BESIDE_OTHERS = 4
+_READ_WITH_OTHERS = 4
 _PAUSE_SECONDS = 0.01
 # A prompt waits a step for the beginning of another one if that saves it more than 1 / _MUCH of its
 # remaining tokens.
@@ -131,7 +131,7 @@ class HeldPrefixes:
         disk, before = self._disk, running.num_done
         if disk is None:
             return 0
-        for _ in range(len(running.on_disk) if is_alone else _READ_BESIDE_OTHERS):
+        for _ in range(len(running.on_disk) if is_alone else _READ_WITH_OTHERS):
             if not running.on_disk or not self._read_one(disk, running):
                 break
         return running.num_done - before

@@ -103,8 +103,8 @@ class Pace:
         if seconds <= 0 or num_tokens < 0.5 * self._num_tokens:
             return
         room = self._max_gap_seconds - (0.0 if has_decoded else self._decode_seconds)
-        wanted = self._costs.tokens_within(max(room, _LEAST_SHARE * self._max_gap_seconds), part)
-        change = min(max(wanted / num_tokens, 1 / _MOST_CHANGE), _MOST_CHANGE)
+        target = self._costs.tokens_within(max(room, _LEAST_SHARE * self._max_gap_seconds), part)
+        change = min(max(target / num_tokens, 1 / _MOST_CHANGE), _MOST_CHANGE)
         self._num_tokens = num_tokens * change
 
     def decoded(self, seconds: float) -> None:

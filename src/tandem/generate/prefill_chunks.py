@@ -20,7 +20,7 @@ from tandem.generate.token_output import BatchCounts
 CHUNK_TOKENS = 256
 # While other requests are answered, chunks are shorter by this factor. The others wait less, and
 # the prompt takes longer.
-_SHORTER_BESIDE_OTHERS = 4
+_SHORTER_WITH_OTHERS = 4
 
 
 class ChunkPart(NamedTuple):
@@ -119,7 +119,7 @@ class PrefillChunks:
             return self._chunk_tokens
         if self._pace is not None:
             return self._pace.chunk_tokens(self._chunk_tokens)
-        return max(1, self._chunk_tokens // _SHORTER_BESIDE_OTHERS)
+        return max(1, self._chunk_tokens // _SHORTER_WITH_OTHERS)
 
     def _find(self, running: Running, counts: BatchCounts, *, is_alone: bool) -> bool:
         """Reuse a prompt's tokens from other slots and the disk; return whether to compute now.

@@ -72,7 +72,7 @@ class Running:
 
         `token` is None if the answer ends without a token.
         """
-        told, self.prompt_logprobs = self.prompt_logprobs, None
+        logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return TokenOutput(
             request_id=self.request.request_id,
             text=text,
@@ -83,7 +83,7 @@ class Running:
             reused_tokens=self.reused_tokens,
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
-            prompt_logprobs=None if told is None else tuple(told),
+            prompt_logprobs=None if logprobs is None else tuple(logprobs),
             stop_string=self.stop.met,
         )
 

@@ -136,8 +136,8 @@ class SamplingOptions:
         )
 
     def _given_or(self, name: str, generation_config: GenerationConfig) -> Any:
-        given = asdict(self)[name]
-        return vars(generation_config).get(name) if given is None else given
+        value = asdict(self)[name]
+        return vars(generation_config).get(name) if value is None else value
 
 
 def not_followed(generation_config: GenerationConfig) -> list[str]:

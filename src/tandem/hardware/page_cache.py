@@ -71,10 +71,10 @@ def _num_cached(descriptor: int, place: int, num_bytes: int) -> int | None:
 def _lies_in_memory(descriptor: int) -> bool:
     """Tell whether a file's file system exists only in the page cache, as tmpfs does."""
     number = os.fstat(descriptor).st_dev
-    wanted = f"{os.major(number)}:{os.minor(number)}"
+    device = f"{os.major(number)}:{os.minor(number)}"
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return False
-    kinds = (line.split(" - ", 1)[1].split()[0] for line in mounts if line.split()[2] == wanted)
+    kinds = (line.split(" - ", 1)[1].split()[0] for line in mounts if line.split()[2] == device)
     return any(kind in _MEMORY_FILE_SYSTEMS for kind in kinds)

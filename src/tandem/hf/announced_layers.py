@@ -43,7 +43,7 @@ def source_dtype_of(experts: dict[str, ModelPart], default: torch.dtype) -> torc
     return next((module.down_proj.dtype for module in experts.values()), default)
 
 
-def room_beside(
+def room_left(
     store: HostStore, modules: dict[str, ModelPart], dense_bytes: int, dtype: torch.dtype
 ) -> int:
     """Return the memory that a model will leave free; must be called before weights are read.

@@ -114,7 +114,7 @@ def _hybrid(observed: ObservedModel, runtime: Runtime) -> HybridExecutor:
     module = importlib.import_module(kind_of(observed.options.device).machine)
     with runtime.looking_ahead(_look_ahead(observed)) as ahead:
         if ahead is not None:
-            observed = dataclasses.replace(observed, asked_routers=ahead.for_graphs())
+            observed = dataclasses.replace(observed, look_ahead_routers=ahead.for_graphs())
         parts: DeviceParts = module.device_parts(observed)
         try:
             return _hybrid_on(parts, observed, runtime)
@@ -156,10 +156,10 @@ def _look_ahead(observed: ObservedModel) -> LookAhead | None:
     Raises `UnsupportedModelError` if the model's routers cannot be run ahead.
     """
     options = observed.options
-    asked = options.prediction if options.prediction in SOURCES else None
-    if asked is None and not options.look_ahead:
+    requested = options.prediction if options.prediction in SOURCES else None
+    if requested is None and not options.look_ahead:
         return None
-    source = asked or "residual"
+    source = requested or "residual"
     found = look_ahead(
         observed.model,
         observed.bound,

@@ -93,10 +93,10 @@ def own_conversions(model: PreTrainedModel) -> list[WeightConverter | WeightRena
     """Return weight conversions of a model that Transformers does not list for its class.
 
     They are those of experts that a checkpoint stores one by one (an adapter's `SEPARATE`), and
-    those of the model type `BESIDE_TOWER`, whose text model this is, except of name prefixes.
+    those of the model type `MULTIMODAL_TYPE`, whose text model this is, except of name prefixes.
     """
-    beside = getattr(model, "BESIDE_TOWER", None)
-    known = [] if beside is None else get_checkpoint_conversion_mapping(beside) or []
+    whole_type = getattr(model, "MULTIMODAL_TYPE", None)
+    known = [] if whole_type is None else get_checkpoint_conversion_mapping(whole_type) or []
     inner = [one for one in known if not any(x.startswith("^") for x in one.source_patterns)]
     return [*inner, *_separate_experts(model)]
 

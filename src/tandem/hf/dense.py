@@ -58,11 +58,11 @@ def pack_by_path(model: PreTrainedModel, formats: Mapping[str, str], threads: Cp
 
     Raises `ConfigError` for a path without such a layer.
     """
-    wanted = {path: fmt for path, name in formats.items() if (fmt := parse_dense_dtype(name))}
+    parsed = {path: fmt for path, name in formats.items() if (fmt := parse_dense_dtype(name))}
     packed = {path for path, m in model.named_modules() if isinstance(m, PackedModule)}
-    linear = {at[0]: at for at in packable_layers(model) if at[0] in wanted}
+    linear = {at[0]: at for at in packable_layers(model) if at[0] in parsed}
     modules = dict(model.named_modules())
-    for path, fmt in wanted.items():
+    for path, fmt in parsed.items():
         module = modules.get(path)
         if path in linear:
             _replace(model, [linear[path]], partial(_always, fmt), on_cpu(threads))
@@ -264,9 +264,9 @@ def on_device(device: torch.device) -> Place:
                 "linear layers are packed and Triton, which would multiply with such weights on "
                 "the GPU, is not installed; pip install triton, or leave dense_dtype out"
             )
-        from tandem.triton_kernels.dense import bring
+        from tandem.triton_kernels.dense import copy_to_device
 
         there = None if order is None else order.to(device)
-        return DeviceLinear(bring(weight, device), dtype, there)
+        return DeviceLinear(copy_to_device(weight, device), dtype, there)
 
     return place

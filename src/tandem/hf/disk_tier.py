@@ -28,10 +28,10 @@ _RESERVED_SHARE = 0.06
 _MOST_KV_SHARE = 0.5
 
 
-def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: int = 0) -> bool:
+def slots_over(model: PreTrainedModel, options: OffloadConfig, *, reserved_bytes: int = 0) -> bool:
     """Run a model's packed experts from the disk through host slots; return whether it can.
 
-    `beside_bytes` is the part of the free memory that other data will soon take. Host slots are
+    `reserved_bytes` is the part of the free memory that other data will soon take. Host slots are
     impossible for a dense model, for a layer that is not packed or not in a mapped file, and with
     almost no memory. In these cases `TandemError` is raised if the options set a memory for
     experts. Raises `ConfigError` for an eviction that host slots do not support. `HostSlots.fill`
@@ -49,7 +49,7 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, beside_bytes: 
             f"expert_memory is {options.expert_memory!r}, and this model's experts are in no file "
             "that is mapped; leave it out"
         )
-    free = max(0, _free_bytes(options, runtime.store.num_bytes) - beside_bytes)
+    free = max(0, _free_bytes(options, runtime.store.num_bytes) - reserved_bytes)
     memory = options.expert_memory_bytes
     if memory is None:
         memory = room_for_experts(free, _kv_bytes(model, options))

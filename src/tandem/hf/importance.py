@@ -24,28 +24,28 @@ def kept_importance(checkpoint: AnyCheckpoint, cache_path: Path) -> Path:
     return cache_path / "importance" / f"{checkpoint.path.stem}-{digest}.safetensors"
 
 
-def importance_file(given: str | None, checkpoint: AnyCheckpoint, cache_path: Path) -> Path | None:
+def importance_file(path: str | None, checkpoint: AnyCheckpoint, cache_path: Path) -> Path | None:
     """Return the file that an option names, or for "auto" the one kept for the checkpoint's model.
 
     Returns None without the option. Raises `ConfigError` if the file does not exist, or if the
     checkpoint is packed.
     """
-    if given is None:
+    if path is None:
         return None
     if checkpoint.is_packed:
         raise ConfigError(
-            f"importance is {given!r}, and {checkpoint.path} is packed: its weights are rounded "
+            f"importance is {path!r}, and {checkpoint.path} is packed: its weights are rounded "
             "already; leave it out, or pack the source again with it"
         )
-    file = kept_importance(checkpoint, cache_path) if given == AUTO else Path(given)
+    file = kept_importance(checkpoint, cache_path) if path == AUTO else Path(path)
     if file.is_file():
         return file
-    if given == AUTO:
+    if path == AUTO:
         raise ConfigError(
             f"no importance of {checkpoint.path} has been kept; collect it first: tandem "
             f"importance {checkpoint.path}"
         )
-    raise ConfigError(f"importance is {given!r}, which is not a file; give one, or auto")
+    raise ConfigError(f"importance is {path!r}, which is not a file; give one, or auto")
 
 
 def with_importance_file(offload: OffloadConfig, checkpoint: AnyCheckpoint) -> OffloadConfig:

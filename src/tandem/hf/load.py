@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tandem.checkpoint.config_sizes import counted_build, require_layers
 from tandem.checkpoint.config_values import foreign_errors, require_top_k, value_of
-from tandem.checkpoint.gguf_choice import projectors_beside
+from tandem.checkpoint.gguf_choice import sibling_projectors
 from tandem.checkpoint.hub import HubOptions, find_model_path
 from tandem.checkpoint.mapped_files import reading_along
 from tandem.checkpoint.packed import is_dense_file
@@ -202,15 +202,15 @@ def is_widened_on(
     is_on_gpu = dense_place is not None and dense_place.type != "cpu"
     if offload.dense_dtype == "none" or offload.device != "cpu" or is_on_gpu:
         return False
-    wanted = offload.parsed_expert_dtype
-    if wanted is None:
+    expert_dtype = offload.parsed_expert_dtype
+    if expert_dtype is None:
         return bool(source.weights) and not source.plain_experts
-    return not isinstance(wanted, torch.dtype) and formats_of(wanted)[0].bits <= 8
+    return not isinstance(expert_dtype, torch.dtype) and formats_of(expert_dtype)[0].bits <= 8
 
 
 def _name_projectors(file: Path) -> None:
     """Warn of projector files beside a file, which are not read."""
-    if found := projectors_beside(file):
+    if found := sibling_projectors(file):
         warnings.warn(
             f"{found[0].name} beside {file.name} reads images or sound for this model, and Tandem "
             "does not read it: the model takes only text; for images load its safetensors",
@@ -338,15 +338,15 @@ def require_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None
     """Raise `ConfigError` if options name other formats than the packed files have."""
     packed = checkpoint.quantization or {}
     stored = packed.get("expert_dtype", "auto")
-    wanted_experts = offload.parsed_expert_dtype
-    if wanted_experts not in (None, parse_expert_dtype(stored)):
+    requested_experts = offload.parsed_expert_dtype
+    if requested_experts not in (None, parse_expert_dtype(stored)):
         raise ConfigError(
             f"{checkpoint.directory} is packed with expert_dtype {stored!r} and cannot be loaded "
             f"as {offload.expert_dtype!r}; load the original checkpoint for that"
         )
     dense = parse_dense_dtype(packed.get("dense_dtype", "none"))
-    wanted = parse_dense_dtype(offload.dense_dtype)
-    if dense is not None and wanted not in (None, dense) and offload.dense_dtype != "auto":
+    requested = parse_dense_dtype(offload.dense_dtype)
+    if dense is not None and requested not in (None, dense) and offload.dense_dtype != "auto":
         raise ConfigError(
             f"{checkpoint.directory} is packed with dense_dtype {dense.name!r} and cannot be "
             f"loaded as {offload.dense_dtype!r}; load the original checkpoint for that"

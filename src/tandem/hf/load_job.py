@@ -71,11 +71,11 @@ class StoreWriter:
 
         Pages of other tensors stay cached, so that the next start need not read them from the disk.
         """
-        is_wanted = self.bytes_to_forget > 0
-        if is_wanted:
+        must_forget = self.bytes_to_forget > 0
+        if must_forget:
             weights = (tensor.weight for tensor in read if isinstance(tensor, SourceTensor))
             self.bytes_to_forget -= sum(weight.num_bytes for weight in weights)
-        return is_wanted
+        return must_forget
 
     def keep_error(self, error: TandemError) -> None:
         """Keep the first error; the load raises it at its end."""

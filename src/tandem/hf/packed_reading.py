@@ -73,7 +73,7 @@ def read_packed(
             _warn_of_mapped(checkpoint, total, available)
 
     # On the CPU slots come first, so that the disk fills them while linear layers are packed.
-    has_slots = is_on_disk and options.device == "cpu" and _slots_beside_dense(model, options)
+    has_slots = is_on_disk and options.device == "cpu" and _takes_slots(model, options)
     with _progress(_num_bytes(dense) if is_on_disk else total) as bar:
         read_ahead(dense, bar.update)
         fill_slots(model)
@@ -82,9 +82,9 @@ def read_packed(
         map_ahead(_mapped_tensors(model))
 
 
-def _slots_beside_dense(model: PreTrainedModel, options: OffloadConfig) -> bool:
-    beside = packed_dense_bytes(model, options.dense_dtype)
-    return slots_over(model, options, beside_bytes=beside)
+def _takes_slots(model: PreTrainedModel, options: OffloadConfig) -> bool:
+    dense_bytes = packed_dense_bytes(model, options.dense_dtype)
+    return slots_over(model, options, reserved_bytes=dense_bytes)
 
 
 def _warn_of_mapped(checkpoint: Checkpoint, total: int, available: int) -> None:

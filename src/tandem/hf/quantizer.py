@@ -32,7 +32,7 @@ from tandem.experts.store.stand_in import keep_elsewhere
 from tandem.foreign_types import ModelPart, PreTrainedConfig, PreTrainedModel
 from tandem.hf.adapters import put_on_interface
 from tandem.hf.adapters.refused import why_no_adapter
-from tandem.hf.announced_layers import announce, room_beside, source_dtype_of
+from tandem.hf.announced_layers import announce, room_left, source_dtype_of
 from tandem.hf.assembly import assemble
 from tandem.hf.compat import QuantizerHooks, is_expert_merge, target_names, use_experts
 from tandem.hf.config import (
@@ -160,7 +160,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             # Plain weights that go to a GPU are views of the files, so they take no memory here.
             is_counted = is_here or source is not None
             dense_bytes = dense_bytes_with(model, formats) if is_counted else 0
-            room = room_beside(store, own, dense_bytes, model.dtype)
+            room = room_left(store, own, dense_bytes, model.dtype)
             self._writer.bytes_to_forget = 0 if source is None else source.num_bytes - room
         self._shapes = {
             name: parameter.shape

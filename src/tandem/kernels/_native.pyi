@@ -634,7 +634,7 @@ class MailboxLayout:
     @property
     def num_bytes(self) -> int: ...
 
-# State and slot by key, members and free slots by layer; keys that were copied ahead, and slots.
+# State and slot by key, members and free slots by layer; keys that were prefetched, and slots.
 _Resident = tuple[bytes, list[int], list[list[int]], list[list[int]], list[int], list[int]]
 _SlotCopy = tuple[int, int, int, int]  # layer, expert, slot, victim or -1
 # A layer, and the experts in ascending order that it will use, with their tokens.
@@ -645,7 +645,7 @@ _LayerRecord = tuple[
     int, list[int], list[int], list[float], int, float, float, float, float, list[int]
 ]
 
-# Layer and time; arrivals, entered, for one use; staging slots that it asked for; copied ahead.
+# Layer and time; arrivals, entered, for one use; staging slots that it needed; prefetched.
 _Decided = tuple[int, float, list[_Arrival], list[_SlotCopy], list[_SlotCopy], int, list[_SlotCopy]]
 
 class StepPolicy:

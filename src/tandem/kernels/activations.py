@@ -40,10 +40,10 @@ def find_native_activation(
     generator = torch.Generator().manual_seed(0)
     width = _PROBE_COLS * (1 + is_gated)
     rows = torch.randn(16, width, generator=generator, device="cpu") * _PROBE_SCALE
-    given = interleave(rows) if is_gated and is_interleaved else rows
+    inputs = interleave(rows) if is_gated and is_interleaved else rows
     try:
         with torch.no_grad():
-            expected = activate(given)
+            expected = activate(inputs)
     except RuntimeError:  # it needs another device, dtype or shape, so it is none of these
         return None
     for candidate in _candidates(is_gated, parameters):

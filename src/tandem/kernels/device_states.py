@@ -144,7 +144,9 @@ class TorchStates:
         (form, factor, skip), (value, query, key, decay, *rate) = operation, inputs
         runs, state = _Runs(tokens, len(value)), _Stepped(form, factor, bool(rate))
         rates = rate[0] if rate else value.new_ones(value.shape[:2])
-        said = runs.by_run(torch.cat([x.flatten(1).float() for x in (key, value, decay, rates)], 1))
+        updates = runs.by_run(
+            torch.cat([x.flatten(1).float() for x in (key, value, decay, rates)], 1)
+        )
         queries = runs.by_run(_heads(form, query.float(), form.scale))
         now = runs.states(memory)
         if tokens.have_log:
@@ -154,11 +156,11 @@ class TorchStates:
                 now = torch.where(is_again, state(now, logged[:, t]), now)
         kept, outputs = now, []
         for t in range(tokens.most):
-            now = state(now, said[:, t])
+            now = state(now, updates[:, t])
             kept = torch.where(runs.num_certain.eq(t + 1).view(-1, 1, 1, 1), now, kept)
             out = (now * queries[:, t, :, :, None]).sum(2)
-            outputs.append(out if skip is None else out + skip * state.values(said[:, t]))
-        runs.keep(memory, kept, _from(said, runs.num_certain, MOST_DRAFTED))
+            outputs.append(out if skip is None else out + skip * state.values(updates[:, t]))
+        runs.keep(memory, kept, _from(updates, runs.num_certain, MOST_DRAFTED))
         return runs.by_token(torch.stack(outputs, 1)).to(value.dtype)
 
     def compress(

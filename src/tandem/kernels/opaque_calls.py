@@ -95,18 +95,18 @@ def mapped(function: Callable[[object], object], arguments: T) -> T:
     A step has thousands of operations, and torch's own tree walk would take much of the time that
     recording a step takes.
     """
-    given: object = arguments
+    values: object = arguments
     found: object
     # Compare exact types, because a named tuple may be a single argument. Most arguments contain no
     # further list.
-    if type(given) is tuple:
-        found = tuple([mapped(function, x) if type(x) in _LISTS else function(x) for x in given])
-    elif type(given) is list:
-        found = [mapped(function, x) if type(x) in _LISTS else function(x) for x in given]
-    elif type(given) is dict:
-        found = {name: mapped(function, x) for name, x in given.items()}
+    if type(values) is tuple:
+        found = tuple([mapped(function, x) if type(x) in _LISTS else function(x) for x in values])
+    elif type(values) is list:
+        found = [mapped(function, x) if type(x) in _LISTS else function(x) for x in values]
+    elif type(values) is dict:
+        found = {name: mapped(function, x) for name, x in values.items()}
     else:
-        found = function(given)
+        found = function(values)
     return cast("T", found)
 
 

@@ -48,22 +48,22 @@ class AttentionCall(NamedTuple):
     def part(self, some: slice) -> "AttentionCall":
         """Return the call for some tokens.
 
-        Of the tensors in `beside`, the call must have none except `selected`.
+        Of the tensors in `optional_tensors`, the call must have none except `selected`.
         """
         query, key, value = (x[:, some] for x in (self.query, self.key, self.value))
         selected = None if self.selected is None else self.selected[some]
         return self._replace(query=query, key=key, value=value, selected=selected)
 
     @property
-    def beside(self) -> list[Tensor]:
-        """The call's optional tensors by token, in the order that `Beside.of` expects."""
+    def optional_tensors(self) -> list[Tensor]:
+        """The call's optional tensors by token, in the order that `OptionalTensors.of` expects."""
         compressed = None if self.compressed is None else self.compressed.key
         states = None if self.bias is None else self.bias.states
-        given = (compressed, states, self.token_sinks, self.selected)
-        return [x for x in given if x is not None]
+        optional = (compressed, states, self.token_sinks, self.selected)
+        return [x for x in optional if x is not None]
 
 
-class Beside(NamedTuple):
+class OptionalTensors(NamedTuple):
     """The optional tensors of an attention call by name; CPU only.
 
     The layer determines which of them exist, except for `selected`.
@@ -75,20 +75,20 @@ class Beside(NamedTuple):
     selected: Tensor | None
 
     @classmethod
-    def of(cls, attention: CachedAttention, given: Sequence[Tensor]) -> "Beside":
-        """Assign names to the tensors of `AttentionCall.beside`.
+    def of(cls, attention: CachedAttention, tensors: Sequence[Tensor]) -> "OptionalTensors":
+        """Assign names to the tensors of `AttentionCall.optional_tensors`.
 
         The layer decides which tensors must be given; a selection may follow them.
         """
-        rest = iter(given)
+        rest = iter(tensors)
         compressed = None if attention.compressed is None else next(rest)
         states = next(rest) if attention.has_bias else None
         sinks = next(rest) if attention.has_token_sinks else None
         return cls(compressed, states, sinks, next(rest, None))
 
-    def part(self, some: slice) -> "Beside":
+    def part(self, some: slice) -> "OptionalTensors":
         """Return the tensors of some tokens only."""
-        return Beside(
+        return OptionalTensors(
             None if self.compressed is None else self.compressed[:, some],
             None if self.bias_states is None else self.bias_states[:, some],
             None if self.sinks is None else self.sinks[some],

@@ -62,7 +62,7 @@ class SlotCache(ABC):
         """The prompt tokens in each slot; decoded tokens follow them."""
         self.has_compressed = False
         """Whether some layers keep compressed keys besides a window."""
-        self.states_asked_for: StateHandle | None = None
+        self.requested_state: StateHandle | None = None
         """The handle of the state that the model's code requested last."""
         self._awaited: int | None = None
         self._compressed: NewCompressed | None = None
@@ -71,7 +71,7 @@ class SlotCache(ABC):
     def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
         """Record the tokens of the next forward, and clear what the last forward left."""
         self._segments, self.is_decoding = list(segments), is_decoding
-        self._awaited = self.states_asked_for = self._compressed = None
+        self._awaited = self.requested_state = self._compressed = None
 
     def commit(self) -> None:
         """Count the announced tokens as held; must be called after the forward."""

@@ -40,7 +40,7 @@ def cut_lengths(first: int, end: int, newest: int, every: int = 0) -> list[int]:
     """
     lengths: list[int] = []
     bound = math.inf
-    for length in _wanted(end):
+    for length in _checkpoint_lengths(end):
         if length <= first or length - newest < _LEAST_APART:
             break
         if bound - length >= _LEAST_APART:
@@ -59,7 +59,7 @@ def most_checkpoints(num_tokens: int, part_tokens: int) -> int:
     return count
 
 
-def _wanted(end: int) -> Iterator[int]:
+def _checkpoint_lengths(end: int) -> Iterator[int]:
     """Yield the lengths before `end` that deserve a checkpoint, descending."""
     yield from (end - before for before in _BEFORE_END)
     last = (end - _BEFORE_END[-1]) // _APART * _APART

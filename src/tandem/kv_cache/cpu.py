@@ -18,7 +18,7 @@ from tandem.kernels.attention import AttentionForm, CachedAttention, Segment, re
 from tandem.kernels.dense import VALUE_DTYPES, CpuThreads
 from tandem.kernels.opaque_calls import ATTENTION, SELECTION, STATES, opaque
 from tandem.kernels.recurrent import LayerState, StateOperation, StateTokens
-from tandem.kv_cache.attention_call import AttentionCall, Beside
+from tandem.kv_cache.attention_call import AttentionCall, OptionalTensors
 from tandem.kv_cache.base import NotInSlotsError, SlotCache
 from tandem.kv_cache.compressed import CompressedStore
 from tandem.kv_cache.cpu_states import CpuStates
@@ -217,7 +217,7 @@ class KvCache(SlotCache):
         attention = self._layer_for(call)
         if call.selected is not None and call.form.window and call.compressed is None:
             raise NotInSlotsError("positions are selected within a window")
-        tensors = (call.query, call.key, call.value, *call.beside)
+        tensors = (call.query, call.key, call.value, *call.optional_tensors)
         return opaque(ATTENTION, KvCache.attend_layer, self, attention, *tensors)
 
     def attend_layer(
@@ -228,11 +228,11 @@ class KvCache(SlotCache):
         value: Tensor,
         *more: Tensor,
     ) -> Tensor:
-        """Compute `attend` for a known layer; `more` are the tensors of `AttentionCall.beside`."""
-        given, form = Beside.of(attention, more), attention.form
+        """Compute `attend` for a known layer; `more` are the call's `optional_tensors`."""
+        optional, form = OptionalTensors.of(attention, more), attention.form
         out = query.new_empty((query.shape[1], form.num_heads, form.value_dim))
         for _, some in pieces_of_step(self._segments, form.kept_window):
-            tokens, of = (self.threads, self.slots[some], self.positions[some]), given.part(some)
+            tokens, of = (self.threads, self.slots[some], self.positions[some]), optional.part(some)
             attention.append(*tokens, key[:, some], value[:, some], of.compressed)
             attention.attend(
                 *tokens, query[:, some], of.selected, of.bias_states, of.sinks, out[some]

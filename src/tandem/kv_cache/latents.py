@@ -45,7 +45,7 @@ class Expansion(NamedTuple):
     dim)."""
 
 
-class _Rows(NamedTuple):
+class _Expanded(NamedTuple):
     """The expanded keys and values of one layer and slot."""
 
     layer: CachedAttention
@@ -60,28 +60,28 @@ class ExpandedKeys:
     """
 
     def __init__(self) -> None:
-        # slot (least recently used first) -> layer -> rows.
-        self._rows: OrderedDict[int, dict[CachedAttention, _Rows]] = OrderedDict()
-        # Slot -> first position that changed since rows were filled.
+        # slot (least recently used first) -> layer -> expanded keys.
+        self._expanded: OrderedDict[int, dict[CachedAttention, _Expanded]] = OrderedDict()
+        # Slot -> first position that changed since it was expanded.
         self._written: dict[int, int] = {}
-        self._shared: CachedAttention | None = None  # shared by layers whose rows have no room
+        self._shared: CachedAttention | None = None  # shared by layers that have no room
 
     @property
     def num_bytes(self) -> int:
         """The size of all expanded keys and values in bytes."""
         shared = 0 if self._shared is None else self._shared.num_bytes
-        rows = (one for layers in self._rows.values() for one in layers.values())
-        return shared + sum(one.layer.num_bytes for one in rows)
+        expanded = (one for layers in self._expanded.values() for one in layers.values())
+        return shared + sum(one.layer.num_bytes for one in expanded)
 
     def clear(self) -> None:
         """Free all memory."""
-        self._rows.clear()
+        self._expanded.clear()
         self._written.clear()
         self._shared = None
 
     def note_written(self, slot: int, position: int) -> None:
         """Record that a slot is written from a position on."""
-        if slot in self._rows:
+        if slot in self._expanded:
             self._written[slot] = min(position, self._written.get(slot, position))
 
     def attend(
@@ -123,21 +123,23 @@ class ExpandedKeys:
             places = torch.arange(at, at + count, device="cpu")
             layer.append(threads, torch.zeros_like(places), places, keys, values)
         if layer is not self._shared:
-            self._rows[slot][kept] = _Rows(layer, length)
+            self._expanded[slot][kept] = _Expanded(layer, length)
         return layer
 
     def _forget_written(self, slot: int) -> None:
         end = self._written.pop(slot, None)
         if end is not None:
-            rows = self._rows[slot]
-            rows |= {kept: one._replace(length=min(one.length, end)) for kept, one in rows.items()}
+            layers = self._expanded[slot]
+            layers |= {
+                kept: one._replace(length=min(one.length, end)) for kept, one in layers.items()
+            }
 
     def _room(
         self, kept: CachedAttention, slot: int, length: int, by: Expansion
     ) -> tuple[CachedAttention, int]:
         """Return memory for a layer's expanded positions, and how many of them it already holds."""
-        layers = self._rows.setdefault(slot, {})
-        self._rows.move_to_end(slot)
+        layers = self._expanded.setdefault(slot, {})
+        self._expanded.move_to_end(slot)
         layer, filled = layers.get(kept) or (CachedAttention(by.form, by.dtype), 0)
         capacity = layer.keys.shape[2] * BLOCK_TOKENS
         if by.form.window:
@@ -157,10 +159,10 @@ class ExpandedKeys:
             limit = most_expanded_bytes(host_memory.available_bytes() + self.num_bytes)
             if self.num_bytes + num_bytes <= limit:
                 return True
-            oldest = next(iter(self._rows))
+            oldest = next(iter(self._expanded))
             if oldest == slot:
                 return False
-            del self._rows[oldest]
+            del self._expanded[oldest]
             self._written.pop(oldest, None)
 
     def _shared_room(self, length: int, by: Expansion) -> CachedAttention:

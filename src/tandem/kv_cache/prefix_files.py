@@ -172,15 +172,15 @@ class PrefixFiles:
         if size > self._limit:
             return
         self._make_room(size)
-        beside = path.with_suffix(f".{os.getpid()}.part")
+        part_file = path.with_suffix(f".{os.getpid()}.part")
         try:
-            with open(beside, "wb", opener=_open_private) as file:
+            with open(part_file, "wb", opener=_open_private) as file:
                 file.write(_HEADER.pack(*_header(data)))
                 file.write(data)
-            beside.replace(path)
+            part_file.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
-                beside.unlink()
+                part_file.unlink()
             if not self._is_full:
                 _log.warning("keys and values are no longer written to disk: %s", error.strerror)
             self._is_full = True

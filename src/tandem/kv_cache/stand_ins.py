@@ -134,7 +134,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self, conv_states: Tensor, state_idx: int = 0, **kwargs: object
     ) -> Tensor:
         """Return only the new inputs; the convolution reads earlier inputs from its state."""
-        self._cache.states_asked_for = self._handles[state_idx]
+        self._cache.requested_state = self._handles[state_idx]
         return conv_states
 
     def update_recurrent_state(

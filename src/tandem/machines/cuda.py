@@ -134,7 +134,13 @@ def _handed_steps(
     if layers is None:
         return None
     steps = handed_steps(
-        cache, layers, observed.threads, observed.call.dtype, device, rate, observed.asked_routers
+        cache,
+        layers,
+        observed.threads,
+        observed.call.dtype,
+        device,
+        rate,
+        observed.look_ahead_routers,
     )
     if steps is not None:
         _run_all(steps.compilations(), "Compiling decode steps", device.streams)
@@ -257,8 +263,8 @@ def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int
     weights.
     """
     inner = max(layer.arrivals.shapes["down_proj"][1:] for layer in store)
-    num_rows, itemsize = num_tokens * call.top_k, call.dtype.itemsize
-    rows = num_rows * (4 * call.hidden_size + itemsize * max(inner))
+    num_routed, itemsize = num_tokens * call.top_k, call.dtype.itemsize
+    rows = num_routed * (4 * call.hidden_size + itemsize * max(inner))
     return rows + num_tokens * call.hidden_size * (4 + itemsize)
 
 

@@ -108,10 +108,10 @@ class CopiesAhead:
             needed_at = next_plan + (load.layer - layer) * (next_plan - now)
             coming = Coming(load.layer, max(link.free_at, now), needed_at, False, in_use)
             set_id = residency.staging if is_staged else residency.set_of(load.layer)
-            num_wanted, pairs = self._decider.known(load, coming)
+            num_chosen, pairs = self._decider.known(load, coming)
             copies = [self._queued(pair, set_id, now) for pair in pairs]
             found += copies
-            if len(copies) < num_wanted:
+            if len(copies) < num_chosen:
                 break
         return found
 

@@ -48,17 +48,17 @@ class ShapeCosts:
 
     def __post_init__(self) -> None:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
-        given = dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
         _require("shape", self.shape, "a text without control characters", _is_text)
         for name in ("num_moe_layers", "num_experts", "top_k", "expert_bytes"):
-            _require(name, given[name], "an integer of at least 1", _is_count)
+            _require(name, fields[name], "an integer of at least 1", _is_count)
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k is {self.top_k}; expected at most {self.num_experts}")
         steps = list(self.tokens)
         if not steps or steps[0] != 1 or any(a >= b for a, b in pairwise(steps)):
             raise ConfigError(f"tokens is {steps}; expected growing counts that start at 1")
         for name in ("cpu_seconds", "gpu_seconds", "dense_seconds"):
-            table = given[name]
+            table = fields[name]
             if len(table) != len(steps):
                 raise ConfigError(f"{name} has {len(table)} entries; expected {len(steps)}")
             for place, value in enumerate(table):
@@ -72,7 +72,7 @@ class ShapeCosts:
             "cpu_first_expert_seconds", "link_seconds_per_expert", "second_launch_seconds",
             "copy_wake_seconds", "asking_seconds", "planned_first_expert_seconds",
         ):  # fmt: skip
-            _require(name, given[name], "at least 0 and at most 1e6", _is_seconds)
+            _require(name, fields[name], "at least 0 and at most 1e6", _is_seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,16 +177,16 @@ class HardwareProfile:
         """Check every field; `ConfigError` names the field, what was found and what is expected."""
         if self.format != PROFILE_FORMAT:
             raise ConfigError(f"format is {self.format!r}; expected {PROFILE_FORMAT}")
-        given = dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
         for name in ("name", "source", "cpu", "gpu"):
-            _require(name, given[name], "a text without control characters", _is_text)
+            _require(name, fields[name], "a text without control characters", _is_text)
         for name in ("cpu_threads", "gpu_memory_bytes", "host_memory_bytes"):
-            _require(name, given[name], "an integer of at least 1", _is_count)
+            _require(name, fields[name], "an integer of at least 1", _is_count)
         rate = self.link_bytes_per_second
         if not _is_time(rate) or rate == 0:
             raise ConfigError(f"link_bytes_per_second is {rate!r}; expected more than 0")
         for name in ("cpu_slowdown_while_copying", "link_slowdown_while_computing"):
-            _require(name, given[name], "a factor of at least 1", _is_factor)
+            _require(name, fields[name], "a factor of at least 1", _is_factor)
         if not self.shapes:
             raise ConfigError("shapes is empty; expected the costs of at least one model shape")
 

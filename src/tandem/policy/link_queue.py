@@ -42,5 +42,5 @@ class LinkQueue:
 
     def remaining_seconds(self, key: int, now: float) -> float:
         """Return the seconds until a pending copy ends; slightly above 0 if it is overdue."""
-        behind = self._issued - 1 - self.pending[key]
-        return max(self.free_at - behind * self.copy_seconds - now, 1e-9)
+        num_after = self._issued - 1 - self.pending[key]
+        return max(self.free_at - num_after * self.copy_seconds - now, 1e-9)

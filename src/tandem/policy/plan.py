@@ -78,7 +78,7 @@ class LayerPlan(NamedTuple):
     cpu_seconds: float
     hits: int = 0  # active experts that were resident and ready, on either processor
     launches: int = 0  # of the device, in a step that is one graph; 0 if the step is planned
-    asks: bool = False  # whether such a step asks the next layer's router
+    asks: bool = False  # whether such a step runs the next layer's router ahead
 
     @property
     def seconds(self) -> float:

@@ -135,7 +135,7 @@ class Planner:
         """Tell whether steps of `num_tokens` tokens in one graph run the next layer's router."""
         return self.predicts_in_graph(num_tokens) and capture_size(num_tokens) in self.asking_sizes
 
-    def asks_behind(self, layer: int) -> bool:
+    def asks_after(self, layer: int) -> bool:
         """Tell whether `layer` also runs the next layer's router; not if that load is known."""
         return self.asks and not self.ahead.knows(layer + 1)
 
@@ -176,7 +176,7 @@ class Planner:
         if self._has_every_expert:
             return self._plan_without_misses(load, now, places)
         self.eviction.touch(load)
-        asks = self.asks_behind(load.layer)
+        asks = self.asks_after(load.layer)
         if self._predicts:
             for hint in hints if asks else ():
                 self.prediction.hint(hint)
@@ -289,8 +289,8 @@ class Planner:
         for expert in split.fetch:
             key = first + expert
             copy = copies.pop(key, None)
-            if copy is None and (given := next(ring, None)) is not None:
-                copy = self.residency.copy_of(key, *given)
+            if copy is None and (ring_slot := next(ring, None)) is not None:
+                copy = self.residency.copy_of(key, *ring_slot)
             if copy is not None:
                 self.link.issue(key, ready)
                 fetch.append(copy)

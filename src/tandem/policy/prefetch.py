@@ -31,8 +31,8 @@ class PrefetchTerms(NamedTuple):
 class PrefetchChoice(Protocol):
     """Chooses experts to prefetch; must keep no state."""
 
-    is_staged: bool  # whether copies ahead wait in slots of their own, not in the cache's
-    count: int  # limit of copies ahead for one layer
+    is_staged: bool  # whether prefetches wait in slots of their own, not in the cache's
+    count: int  # limit of prefetches for one layer
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
         """Return absent experts to copy, at most `terms.room`, in copy order."""

@@ -34,8 +34,8 @@ class Ring:
         self._residency, self._own = residency, own
         self._admission = Admission(residency, eviction)
         self._quiet_steps = self._graph_steps = 0
-        # Most slots that a layer in one graph asked for: lately, and in the steps before.
-        self._asked = 0, 0
+        # Most slots that a layer in one graph needed: lately, and in the steps before.
+        self._needed = 0, 0
 
     def begin_step(self, *, in_graph: bool = False, may_fetch: bool = True) -> list[int]:
         """Borrow the slots that a step may need; return the keys of the experts that leave them.
@@ -50,10 +50,10 @@ class Ring:
             return []
         self._graph_steps += 1
         if self._graph_steps % QUIET_STEPS == 0:
-            self._asked = 0, self._asked[0]
+            self._needed = 0, self._needed[0]
             self._residency.take_back()
-        wanted, left = min(max(self._asked), self.graph_size), []
-        while self._num_slots < wanted and (borrowed := self._borrow(())):
+        target, left = min(max(self._needed), self.graph_size), []
+        while self._num_slots < target and (borrowed := self._borrow(())):
             left.append(borrowed[1])
         return [key for key in left if key != NOWHERE]
 
@@ -79,13 +79,13 @@ class Ring:
         No expert leaves the slots, so that each key is NOWHERE. No slot is yielded twice, because
         all fetched experts are needed at the same time.
         """
-        self.note_asked(count)
+        self.note_needed(count)
         return iter([(slot, NOWHERE) for slot in self.held_slots()[:count]])
 
-    def note_asked(self, count: int) -> None:
+    def note_needed(self, count: int) -> None:
         """Record how many slots a layer in one graph would have used."""
         self._quiet_steps = 0
-        self._asked = max(self._asked[0], count), self._asked[1]
+        self._needed = max(self._needed[0], count), self._needed[1]
 
     def held_slots(self) -> list[int]:
         """Return the ring's own slots and the borrowed slots."""

@@ -28,10 +28,10 @@ LINK_SHARE = 0.15
 # filled, so small caches have at least two.
 RING_SLOTS, RING_SHARE = 32, 1 / 48
 GRAPH_RING_SLOTS = 16  # in steps that are one graph
-# For copies ahead in long prompts, half for the current layer and half for the coming one. A link
+# For prefetches in long prompts, half for the current layer and half for the coming one. A link
 # of 25 GB/s fills as many while 2,048 tokens of Qwen3-30B-A3B attend on a 4070.
 PROMPT_SLOTS, PROMPT_SHARE = 64, 1 / 32
-LEAST_AHEAD_SLOTS = 2  # for copies ahead in steps that are one graph, if the cache is not tiny
+LEAST_AHEAD_SLOTS = 2  # for prefetches in steps that are one graph, if the cache is not tiny
 POOLS = ("by-layer", "shared")
 # Default assignments: for planned steps, for steps that are one graph, and for these if fetching
 # pays.
@@ -67,14 +67,14 @@ class PlannerSettings:
     eviction: str = "next-use"
     prediction: str = "none"
     prefetch: str = "pays"
-    prefetch_count: int = 0  # limit of experts copied ahead per layer
+    prefetch_count: int = 0  # limit of experts prefetched per layer
     must_prefetch: bool = True  # in all steps; otherwise only in planned ones
     # Sizes of steps in one graph that fetch, if no assignment is given.
     fetching_sizes: tuple[int, ...] = ()
-    predicting_sizes: tuple[int, ...] = ()  # sizes of steps in one graph that copy ahead
-    can_ask: bool = False  # whether the next layer's router may be asked in such steps
-    asking_sizes: tuple[int, ...] = ()  # sizes of steps that ask; they predict, too
-    copies_prompts: bool = False  # whether slots are set aside for copies ahead in long prompts
+    predicting_sizes: tuple[int, ...] = ()  # sizes of steps in one graph that prefetch
+    can_ask: bool = False  # whether such steps may run the next layer's router ahead
+    asking_sizes: tuple[int, ...] = ()  # sizes of steps with look-ahead; they predict, too
+    copies_prompts: bool = False  # whether slots are set aside for prefetches in long prompts
     pool: str = "by-layer"
     max_fetches: int = UNLIMITED
     never_worse_than_cpu: bool = True
@@ -112,9 +112,9 @@ class PlannerSettings:
             fetching = " or ".join(str(size) for size, name in names.items() if name != GRAPH_RULE)
             rules = f"{FETCHING_RULE} of {fetching} tokens, {GRAPH_RULE} of others"
         noun = "token" if ahead == "1" else "tokens"
-        rules += f", copies ahead in steps of {ahead} {noun}" if ahead else ""
+        rules += f", prefetches in steps of {ahead} {noun}" if ahead else ""
         asking = " or ".join(map(str, self.asking_sizes))
-        return f"{rules}, routers asked ahead in those of {asking}" if asking else rules
+        return f"{rules}, look-ahead in those of {asking}" if asking else rules
 
     def why_planned(self) -> str | None:
         """Return the option that a step in one graph cannot follow; None: it can follow all."""
@@ -135,8 +135,8 @@ class PlannerSettings:
     @property
     def may_predict(self) -> bool:
         """Whether steps in one graph may prefetch unrequested, in slots that exist anyway."""
-        is_asked = self.must_prefetch or self.prediction != GRAPH_PREDICTION
-        return self.can_prefetch and not is_asked and self.copies_prompts
+        is_requested = self.must_prefetch or self.prediction != GRAPH_PREDICTION
+        return self.can_prefetch and not is_requested and self.copies_prompts
 
     @property
     def may_ask(self) -> bool:

@@ -37,18 +37,18 @@ def run_path(profile: HardwareProfile, why_planned: str | None) -> StepPath:
     return step_path(profile, GRAPH if is_known and why_planned is None else None, why_planned)
 
 
-def step_path(profile: HardwareProfile, asked: str | None, why_planned: str | None) -> StepPath:
-    """Return the requested path; without `asked`, the profile's default path.
+def step_path(profile: HardwareProfile, requested: str | None, why_planned: str | None) -> StepPath:
+    """Return the requested path; without `requested`, the profile's default path.
 
     `why_planned` names an option that one graph cannot follow: the default is then the path of
     planned steps, and a request for one graph raises `ConfigError`.
     """
-    host = profile.host_costs(asked)
+    host = profile.host_costs(requested)
     if host is None:
         return PLAIN_PATH
     if host.path != GRAPH or why_planned is None:
         return StepPath(host.path, in_graph=host.path == GRAPH)
-    if asked is not None:
+    if requested is not None:
         raise ConfigError(
             f"host_path is {GRAPH!r}, and a decode step in one graph cannot follow {why_planned}; "
             f"leave that out, or take host_path {SEGMENTS!r}"

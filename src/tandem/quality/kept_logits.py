@@ -60,11 +60,11 @@ class LogitsWriter:
         """Write the header and the tokens, and reserve room for the checksums."""
         ids = np.array([token for window in self._windows for token in window.ids], np.int64)
         lengths = np.array([len(window.ids) for window in self._windows], np.int64)
-        said = {
+        metadata = {
             "format": _FORMAT, "words": self._words,
             "domains": json.dumps([window.domain for window in self._windows]),
         }  # fmt: skip
-        header: dict[str, object] = {"__metadata__": said}
+        header: dict[str, object] = {"__metadata__": metadata}
         end = 0
         for name, dtype, shape, size in (
             ("token_ids", "I64", [len(ids)], 8), ("lengths", "I64", [len(lengths)], 8),
@@ -89,16 +89,16 @@ class KeptLogits:
         try:
             file: Any = safe_open(path, framework="pt")
             self._file = file
-            said = file.metadata() or {}
-            if said.get("format") != _FORMAT:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
                 raise FileFormatError(
                     f"{path} has no logits of tandem quality --keep; give such a file, or a model"
                 )
             ids, lengths, sums = (
                 file.get_tensor(name).tolist() for name in ("token_ids", "lengths", "crc32")
             )
-            domains = json.loads(said["domains"])
-            self.words = said["words"]
+            domains = json.loads(metadata["domains"])
+            self.words = metadata["words"]
             num_rows, self.vocabulary = file.get_slice("logits").get_shape()
         except (SafetensorError, KeyError, ValueError, OSError) as error:
             if isinstance(error, FileFormatError | FileNotFoundError):

@@ -66,7 +66,7 @@ class BufferPlan:
         self.views: set[int] = set()
         """Indices of operations that do not run, because their results are views of buffers."""
         self._groups = _Groups(operations, tensors)
-        self._wanted = {
+        self._native_groups = {
             self._groups.of(ref.number)
             for operation in operations
             if isinstance(operation.function, NativeCall)
@@ -92,7 +92,7 @@ class BufferPlan:
             if ref is None or ref in operation.inputs:
                 continue
             group = self._groups.of(ref.number)
-            if group in self._wanted:
+            if group in self._native_groups:
                 self.tensors[ref.number] = self._memory.take(tensors[ref.number], group)
 
     def _is_view(self, operation: Operation) -> bool:

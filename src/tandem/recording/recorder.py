@@ -78,16 +78,16 @@ class Recorder(Meeting, TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        args, given = with_values((args, kwargs or {}))
+        args, keywords = with_values((args, kwargs or {}))
         if self.is_paused:
-            return func(*args, **given)
+            return func(*args, **keywords)
         schema = operator_schema(func)
         assert schema is not None
         name = schema.name.partition("::")[2]
         if name in _DATA_DEPENDENT:
             raise NotRecordableError(f"the model looks at values while it runs ({name})")
-        results = func(*args, **given)
-        self._note(func, name, args, given, results, has_effects=schema.is_mutable)
+        results = func(*args, **keywords)
+        self._note(func, name, args, keywords, results, has_effects=schema.is_mutable)
         return results
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:

@@ -28,11 +28,11 @@ class ApiKeys:
         if not self._keys:
             return b""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        given = [headers.get(b"x-api-key", b"")]
-        given += [bearer.strip()] if scheme.lower() == b"bearer" else []
+        keys = [headers.get(b"x-api-key", b"")]
+        keys += [bearer.strip()] if scheme.lower() == b"bearer" else []
         found = None
         for key, owner in self._keys:
-            for one in given:
+            for one in keys:
                 if hmac.compare_digest(one, key):
                     found = owner
         return found

@@ -40,7 +40,7 @@ _TOO_LONG = (
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Queue:
     """A queue of grammars, with a limit of processor time for each grammar."""
 
     seconds: float
@@ -77,9 +77,9 @@ class Grammars:
     def __init__(self, tables: Callable[[], Tables]) -> None:
         """Prepare; nothing is started yet. `tables` is called in a thread."""
         self.process = HelperProcess(
-            main, lambda: framed(tables()), gone="grammars cannot be built now; ask again"
+            main, lambda: framed(tables()), unavailable="grammars cannot be built now; ask again"
         )
-        self._lanes = (_Lane(_MOMENT_SECONDS), _Lane(_LIMIT_SECONDS))
+        self._queues = (_Queue(_MOMENT_SECONDS), _Queue(_LIMIT_SECONDS))
         self._under_way: dict[bytes, _UnderWay] = {}
         self._passed: OrderedDict[bytes, str | None] = OrderedDict()
 
@@ -107,9 +107,9 @@ class Grammars:
                     del self._under_way[key]
 
     async def _built(self, writer: Writer) -> str | None:
-        for lane in self._lanes:
-            limits = Limits(lane.seconds, lane.seconds * _WALL_FACTOR, _MEMORY_BYTES)
-            async with lane.place():
+        for queue in self._queues:
+            limits = Limits(queue.seconds, queue.seconds * _WALL_FACTOR, _MEMORY_BYTES)
+            async with queue.place():
                 answer = await self.process.ask(framed(Build(writer.data, limits)))
             if answer is not None:
                 break

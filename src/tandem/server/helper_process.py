@@ -24,13 +24,15 @@ _PIECE_BYTES = 1 << 18
 class HelperProcess:
     """One helper process, restarted when it ends."""
 
-    def __init__(self, main: Callable[[], None], first: Callable[[], bytes], *, gone: str) -> None:
+    def __init__(
+        self, main: Callable[[], None], first: Callable[[], bytes], *, unavailable: str
+    ) -> None:
         """Prepare; nothing is started yet.
 
         `main` is the function that the process runs. `first` is called in a thread and returns the
-        first message, framed. `gone` is the error for clients if the process cannot be started.
+        first message, framed. `unavailable` is the clients' error if the process cannot be started.
         """
-        self._main, self._first, self._gone = main, first, gone
+        self._main, self._first, self._unavailable = main, first, unavailable
         self._starting: asyncio.Task[socket.socket] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -66,7 +68,7 @@ class HelperProcess:
                 return await self._answer(ours, seconds)
             if self._starting is starting:
                 self._starting = None
-        raise server_error(self._gone, status=503)
+        raise server_error(self._unavailable, status=503)
 
     async def _answer(self, ours: socket.socket, seconds: float | None) -> Any:
         with ours:

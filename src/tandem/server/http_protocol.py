@@ -197,8 +197,8 @@ class BoundedHttp(HttpToolsProtocol):
         if self._parsing is not _Parsing.BODY and self._fed_bytes > self._limits.head_bytes:
             self._end(self._too_large())
         elif self._parsing is _Parsing.BODY:
-            beside = self._fed_bytes - self._body_bytes
-            if beside > 2 * self._limits.head_bytes + _CHUNK_OVERHEAD * self._body_bytes:
+            overhead_bytes = self._fed_bytes - self._body_bytes
+            if overhead_bytes > 2 * self._limits.head_bytes + _CHUNK_OVERHEAD * self._body_bytes:
                 self._end(ApiError(400, "the body's chunks and trailers are longer than the body"))
             self._late = max(
                 self._late,

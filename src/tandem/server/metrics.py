@@ -72,7 +72,7 @@ class _EngineCollector:
             "expert_slots": ("slots of the expert cache", statistics.slots),
             "expert_hit_rate": ("hits over active experts, since the start",
                                 _ratio(statistics.hits, statistics.active_experts)),
-            "prefetch_accuracy": ("useful copies ahead over all, since the start",
+            "prefetch_accuracy": ("useful prefetches over all, since the start",
                                   _ratio(statistics.prefetch_useful, statistics.prefetch_issued)),
             "decode_tokens_per_second": ("generated tokens over the time of decode steps",
                                          _ratio(statistics.batch.generated_tokens,

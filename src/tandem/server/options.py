@@ -154,12 +154,12 @@ class ServerOptions:
     @property
     def key_flags(self) -> tuple[str, ...]:
         """The flags in use that distinguish clients by their API keys."""
-        given = {
+        settings = {
             "--isolate-keys": self.isolate_keys,
             "--key-running": self.key_running,
             "--key-tokens-per-minute": self.key_tokens_per_minute,
         }
-        return tuple(flag for flag, value in given.items() if value)
+        return tuple(flag for flag, value in settings.items() if value)
 
     @property
     def kv_disk_bytes(self) -> int:
@@ -168,8 +168,8 @@ class ServerOptions:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        given = [self.name or "", *(self.served_model_name or "").split(",")]
-        return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
+        names = [self.name or "", *(self.served_model_name or "").split(",")]
+        return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
 
     def names(self, model: str) -> tuple[str, ...]:
         """Return the model's names for clients: `model`, unless the options give other names."""

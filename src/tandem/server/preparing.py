@@ -18,7 +18,7 @@ from tandem.apis.errors import ApiError, server_error
 from tandem.apis.images import ImageReader
 from tandem.apis.reading import read_body
 from tandem.apis.responses.kept import NO_MESSAGES
-from tandem.apis.schemas import Asked
+from tandem.apis.schemas import RequestBody
 from tandem.core.errors import TandemError
 from tandem.dialects.format import ChatFormat, TemplateError
 from tandem.engine.grammar_process import Writer
@@ -57,7 +57,7 @@ class Job(NamedTuple):
     limits: Limits = LIMITS
 
 
-class Wanted(NamedTuple):
+class Needs(NamedTuple):
     """The result of a job whose body needs data or room that the job did not have."""
 
     num_answers: int
@@ -84,7 +84,7 @@ class Prepared:
 class Answered:
     """The result of a job."""
 
-    found: Prepared | bytes | Wanted | None = None
+    found: Prepared | bytes | Needs | None = None
     """The prepared requests, or the whole answer as JSON bytes, or the data that the job lacks."""
     error: ApiError | None = None
     """The error to send to the client."""
@@ -126,10 +126,10 @@ class Preparer:
             answered.error = server_error("the server failed; its log says why")
         return answered
 
-    def _found(self, job: Job, answered: Answered) -> Prepared | bytes | Wanted:
+    def _found(self, job: Job, answered: Answered) -> Prepared | bytes | Needs:
         endpoint: Api[Any] | Question[Any] = self._endpoints[job.endpoint]
         read = read_body(endpoint.body, job.raw, is_strict=self._options.strict)
-        body: Asked = read.body
+        body: RequestBody = read.body
         answered.other_model = self._other_model(body.model)
         answered.ignored = read.ignored
         if job.info is None:
@@ -138,12 +138,14 @@ class Preparer:
             return _as_json(answer)
         num_answers = body.num_answers if isinstance(endpoint, Api) else 0
         if num_answers > job.room or (body.earlier_id is not None and job.earlier is None):
-            return Wanted(num_answers, body.earlier_id)
+            return Needs(num_answers, body.earlier_id)
         if isinstance(endpoint, Question):
             return _as_json(endpoint.answer(body, job.info, job.earlier or NO_MESSAGES))
         return self._prepared(endpoint, body, job.info, job.earlier or NO_MESSAGES)
 
-    def _prepared(self, api: Api[Any], body: Asked, info: ModelInfo, earlier: bytes) -> Prepared:
+    def _prepared(
+        self, api: Api[Any], body: RequestBody, info: ModelInfo, earlier: bytes
+    ) -> Prepared:
         generation_requests = api.requests(body, info, earlier)
         first = generation_requests[0]
         images = first.request.images

@@ -33,7 +33,9 @@ class Prompts:
         """
         self._most_seconds = most_seconds
         first = functools.cache(lambda: framed(Pickled(sys.path, pickle.dumps(setup))))
-        self.process = HelperProcess(main, first, gone="requests cannot be read now; ask again")
+        self.process = HelperProcess(
+            main, first, unavailable="requests cannot be read now; ask again"
+        )
         self._short = asyncio.Semaphore(_MOST_SHORT)
         self._long = asyncio.Semaphore(_MOST_LONG)
 

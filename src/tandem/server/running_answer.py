@@ -117,7 +117,7 @@ class RunningAnswer:
         )  # fmt: skip
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Await the work, but stop when the client leaves."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(left(request.receive))

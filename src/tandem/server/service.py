@@ -31,10 +31,10 @@ from tandem.server.grammars import Grammars
 from tandem.server.key_limits import KeyLimits, UseLog
 from tandem.server.metrics import Metrics
 from tandem.server.options import ServerOptions
-from tandem.server.preparing import Job, Prepared, Setup, Wanted, no_model
+from tandem.server.preparing import Job, Needs, Prepared, Setup, no_model
 from tandem.server.prompts import Prompts
 from tandem.server.refusals import plain
-from tandem.server.running_answer import RunningAnswer, unless_gone
+from tandem.server.running_answer import RunningAnswer, unless_disconnected
 
 _log = logging.getLogger("tandem.server")
 _KEEP_ALIVE_SECONDS = 15.0
@@ -92,7 +92,7 @@ class Server:
                 return Response(found, media_type="application/json")
             grammar = None
             if found.writer is not None:
-                grammar = await unless_gone(request, self.grammars.build(found.writer))
+                grammar = await unless_disconnected(request, self.grammars.build(found.writer))
             answer = await self._begun(endpoint, request, found, grammar)
         reply, headers = found.reply, trimming_headers(found.num_dropped_turns)
         keep = self.kept_of(self.owner_of(request)).put
@@ -105,7 +105,7 @@ class Server:
                 reply.take(index, token_output)
 
         try:
-            await unless_gone(request, collect())
+            await unless_disconnected(request, collect())
         finally:
             answer.cancel()
         return JSONResponse(reply.whole(), headers=headers)
@@ -116,7 +116,7 @@ class Server:
         """Submit a prepared body once the limits of its API key allow it."""
         key, number, seconds = key_of(request), len(prepared.requests), _deadline(request)
         prompt_tokens = sum(len(one.prompt) for one in prepared.requests)
-        await unless_gone(request, self.key_limits.enter(key, number))
+        await unless_disconnected(request, self.key_limits.enter(key, number))
 
         def ended(status: str, generated_tokens: int, seconds: float) -> None:
             self.key_limits.leave(key, number, prompt_tokens + generated_tokens)
@@ -146,26 +146,26 @@ class Server:
             raise ApiError(499, "the client has left") from None
         job = Job(endpoint.name, raw, self.engine.info, self.engine.room)
         while True:
-            answered = await unless_gone(request, self.prompts.ask(job))
+            answered = await unless_disconnected(request, self.prompts.ask(job))
             self._note(endpoint, answered.other_model, answered.ignored)
             if answered.problem is not None:
                 _log.error("a request failed in the prompt process: %s", answered.problem)
             if answered.error is not None:
                 raise answered.error
-            if not isinstance(answered.found, Wanted):
+            if not isinstance(answered.found, Needs):
                 assert answered.found is not None
                 return answered.found
-            job = self._with_wanted(job, answered.found, self.owner_of(request))
+            job = self._with_needs(job, answered.found, self.owner_of(request))
 
-    def _with_wanted(self, job: Job, wanted: Wanted, owner: bytes) -> Job:
+    def _with_needs(self, job: Job, needs: Needs, owner: bytes) -> Job:
         """Return the job with the data that its body needs; `ApiError` without data or room."""
-        if wanted.num_answers:
-            self.engine.require_room(wanted.num_answers)
+        if needs.num_answers:
+            self.engine.require_room(needs.num_answers)
         kept = self.kept_of(owner)
         return job._replace(
             info=self.engine.info,
-            room=max(wanted.num_answers, self.engine.room),
-            earlier=None if wanted.earlier_id is None else kept.conversation(wanted.earlier_id),
+            room=max(needs.num_answers, self.engine.room),
+            earlier=None if needs.earlier_id is None else kept.conversation(needs.earlier_id),
         )
 
     def kept_of(self, owner: bytes) -> KeptResponses:
@@ -301,9 +301,9 @@ def key_of(request: Request) -> bytes:
 
 def _deadline(request: Request) -> float | None:
     """Return how many seconds from now a client no longer needs an answer; None: unknown."""
-    given = request.headers.get(_DEADLINE)
+    deadline = request.headers.get(_DEADLINE)
     try:
-        seconds = None if given is None else float(given)
+        seconds = None if deadline is None else float(deadline)
     except ValueError:
         seconds = 0.0
     if seconds is not None and not 0 < seconds < math.inf:

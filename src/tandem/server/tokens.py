@@ -6,14 +6,14 @@ from pydantic import Field
 
 from tandem.apis.answering import GenerationRequests
 from tandem.apis.errors import ApiError
-from tandem.apis.schemas import Asked, ChatRequest, Message, Tool
+from tandem.apis.schemas import ChatRequest, Message, RequestBody, Tool
 from tandem.engine.messages import ModelInfo
 from tandem.foreign_types import Tokenizer
 
 _Json = dict[str, object]
 
 
-class TokenizeRequest(Asked):
+class TokenizeRequest(RequestBody):
     """The body of /tokenize: a text, or a conversation."""
 
     prompt: str | None = None
@@ -29,7 +29,7 @@ class TokenizeRequest(Asked):
     with_pieces: bool | None = None
 
 
-class DetokenizeRequest(Asked):
+class DetokenizeRequest(RequestBody):
     """The body of /detokenize."""
 
     tokens: Annotated[list[int], Field(max_length=1_000_000)]

@@ -205,20 +205,20 @@ class _Replay:
         reads_ahead = is_prompt(num_tokens)
         dense, bound, misses = self._costs.dense(num_tokens), 0.0, 0
         self._cache.begin_step(is_prefill=reads_ahead)
-        asked, known = None, (0.0, 0.0)
+        requested_at, known = None, (0.0, 0.0)
         for load in loads:
             is_known = load.layer in self._by_token
             self._now += dense
             absent, _ = self._cache.use(load)
             misses += len(absent)
             begun = self._now
-            since = begin if is_known else begun if asked is None else asked
+            since = begin if is_known else begun if requested_at is None else requested_at
             reads, computing = self._run(load, absent, since)
             if is_known:
                 known = known[0] + reads, known[1] + dense + computing
             else:
                 bound += dense + max(reads, computing)
-            asked = begun if reads_ahead else None
+            requested_at = begun if reads_ahead else None
         bound += max(known)
         tally.steps += 1
         tally.tokens += step.num_new
@@ -233,8 +233,8 @@ class _Replay:
         tally.misses += misses
         tally.read_bytes += misses * self._read_bytes
 
-    def _run(self, load: LayerLoad, absent: list[int], asked: float) -> tuple[float, float]:
-        """Run a layer's experts; the absent experts were requested at `asked`.
+    def _run(self, load: LayerLoad, absent: list[int], requested_at: float) -> tuple[float, float]:
+        """Run a layer's experts; the absent experts were requested at `requested_at`.
 
         Returns the seconds of the absent experts' reads, and of computing the others.
         """
@@ -244,7 +244,7 @@ class _Replay:
         missing = [seconds.pop(expert) for expert in absent]
         of_residents = sum(seconds.values())
         self._now += costs.cpu_first + of_residents
-        self._disk_free = max(self._disk_free, asked)
+        self._disk_free = max(self._disk_free, requested_at)
         for of_expert in missing:
             self._disk_free += self._read_seconds
             self._now = max(self._now, self._disk_free) + of_expert

@@ -112,7 +112,7 @@ class _TypicalPrediction(Prediction):
         return Forecast(scores, 0.0, 1.0)
 
 
-_TYPICAL, _ASKED = "typical", "typical, asked"
+_TYPICAL, _LOOK_AHEAD = "typical", "typical, looked ahead"
 
 
 class _TrialSettings(PlannerSettings):
@@ -123,7 +123,7 @@ class _TrialSettings(PlannerSettings):
         predictions=PlannerSettings.policies.predictions.extended(
             {
                 _TYPICAL: partial(_TypicalPrediction, one_wrong_in=_REGRESSION_ONE_WRONG_IN),
-                _ASKED: partial(_TypicalPrediction, one_wrong_in=ONE_WRONG_IN),
+                _LOOK_AHEAD: partial(_TypicalPrediction, one_wrong_in=ONE_WRONG_IN),
             }
         )
     )
@@ -174,8 +174,8 @@ class _Trial:
         The comparison is with steps without prefetches. Steps with the trial's stand-in for
         `regression` would not do: it is right as often as `regression`, but names more experts.
         """
-        asked, plain = (self._seconds(size, rule, by) for by in (_ASKED, None))
-        return plain > LEAST_GAIN * asked
+        ahead, plain = (self._seconds(size, rule, by) for by in (_LOOK_AHEAD, None))
+        return plain > LEAST_GAIN * ahead
 
     def _seconds(self, size: int, rule: str, prediction: str | None = None) -> float:
         key = size, rule, prediction
@@ -184,12 +184,12 @@ class _Trial:
         return self._found[key]
 
     def _replayed(self, size: int, rule: str, prediction: str | None) -> float:
-        asked = dataclasses.asdict(self._run.settings) | {"assignment": rule}
+        fields = dataclasses.asdict(self._run.settings) | {"assignment": rule}
         if prediction is not None:
-            asked |= {"prediction": prediction, "predicting_sizes": CAPTURE_SIZES}
-        if prediction == _ASKED:
-            asked |= {"asking_sizes": CAPTURE_SIZES}
-        run = dataclasses.replace(self._run, settings=_TrialSettings(**asked), batch=size)
+            fields |= {"prediction": prediction, "predicting_sizes": CAPTURE_SIZES}
+        if prediction == _LOOK_AHEAD:
+            fields |= {"asking_sizes": CAPTURE_SIZES}
+        run = dataclasses.replace(self._run, settings=_TrialSettings(**fields), batch=size)
         geometry = self._trace.meta.geometry
         sizes = run.settings.set_sizes(geometry, run.num_slots)
         resident = SIMULATED_STARTS.factory("hottest")(geometry, sizes, self._heat)

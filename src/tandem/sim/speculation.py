@@ -189,11 +189,11 @@ class _ScriptedMtp:
         drafts = {}
         for end, count in most.items():
             first = self.next_places[end]
-            told = self._chances[first : first + count]
-            together = list(accumulate(told, mul))
+            chances = self._chances[first : first + count]
+            together = list(accumulate(chances, mul))
             length = next((i for i, x in enumerate(together, 1) if x < least), count)
             tokens = self._drafts[first : first + length]
-            drafts[end] = SureDraft(tokens, told[: len(tokens)])
+            drafts[end] = SureDraft(tokens, chances[: len(tokens)])
         longest = max((len(draft.tokens) for draft in drafts.values()), default=0)
         self._clock.now += self._layer_seconds(1) * longest
         return drafts

@@ -19,7 +19,7 @@ from tandem.trace import RoutingTrace, TraceMeta
 _POPULARITY_SPREAD = 0.55
 _PERSISTENCE = 1.2
 SEED = 0
-# Of the experts that a router asked ahead names, one in so many is wrong. Right are 79.5 and 93.3 %
+# Of the experts that a router run ahead names, one in so many is wrong. Right are 79.5 and 93.3 %
 # in DALI's table 2 (DeepSeek-V2-Lite, Qwen3-30B-A3B), 91 to 92 % on the demo model
 # (docs/papers.md).
 ONE_WRONG_IN = 6

@@ -47,7 +47,7 @@ def token_ids(
 ) -> list[int]:
     """Return a text's token ids; `ConfigError` if they certainly exceed `most_tokens`."""
     require_room(tokenizer, len(text), most_tokens)
-    with told_panics():
+    with reported_panics():
         # A text that is slightly too long is refused later, with a better message than the
         # tokenizer's.
         encoded = tokenizer(text, add_special_tokens=has_special, verbose=False)
@@ -55,7 +55,7 @@ def token_ids(
 
 
 @contextlib.contextmanager
-def told_panics() -> Iterator[None]:
+def reported_panics() -> Iterator[None]:
     """Raise `ConfigError` in place of a panic of the tokenizer."""
     try:
         yield

@@ -120,8 +120,8 @@ def _require_template(file: Path, step: JsonObject) -> None:
         if isinstance(token, dict) and isinstance(ids := token.get("ids"), list)
     }
     for name in ("single", "pair"):
-        said = step.get(name)
-        pieces: list[object] = said if isinstance(said, list) else []
+        template = step.get(name)
+        pieces: list[object] = template if isinstance(template, list) else []
         kinds = [piece for piece in pieces if isinstance(piece, dict)]
         texts = sum("Sequence" in piece for piece in kinds)
         added = sum(

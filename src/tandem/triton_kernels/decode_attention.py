@@ -299,8 +299,8 @@ def _rows_of_prompt(group: int, value_width: int, most: int) -> tuple[int, int]:
 
 def _num_parts(num_processors: int, num_programs: int, most: int = _MOST_PARTS) -> int:
     """Return how many parts to split keys into: at most `most`, rounded up to a power of two."""
-    wanted = -(-_PROGRAMS_EACH * num_processors // num_programs)
-    return 1 << (max(1, min(most, wanted)) - 1).bit_length()
+    target = -(-_PROGRAMS_EACH * num_processors // num_programs)
+    return 1 << (max(1, min(most, target)) - 1).bit_length()
 
 
 def _new_parts(query: Tensor, num_parts: int, value_dim: int) -> tuple[Tensor, Tensor]:

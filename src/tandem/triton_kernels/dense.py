@@ -16,7 +16,7 @@ from tandem.kernels.formats.weight_format import (
     find_format,
 )
 from tandem.triton_kernels import linear
-from tandem.triton_kernels.experts import DEFAULT_TILINGS, VECTOR_LANES, table_on
+from tandem.triton_kernels.experts import DEFAULT_TILINGS, VECTOR_OUTPUTS, table_on
 from tandem.triton_kernels.packed import Packed, packed_as
 from tandem.triton_kernels.rows import MAX_VECTOR_TOKENS, block_rows, vector_tokens
 
@@ -33,7 +33,7 @@ class DeviceWeight(NamedTuple):
     has_bias: bool
 
 
-def bring(weight: DenseWeight, device: torch.device) -> DeviceWeight:
+def copy_to_device(weight: DenseWeight, device: torch.device) -> DeviceWeight:
     """Copy a packed weight from the host to a device."""
     matrix, bias = weight.matrix, weight.bias
     parts = [matrix.data, matrix.scales, bias]
@@ -116,7 +116,7 @@ def multiply_together(x: Tensor, weights: Sequence[DeviceWeight]) -> list[Tensor
         _, scales, bias = _sections(fmt, weight.out_features, weight.in_features)
         num_biased = num_blocks if weight.has_bias else 0
         layers += [out, weight.image, weight.out_features, num_blocks, num_biased, scales, bias]
-        num_programs += -(-num_blocks * ROWS_PER_BLOCK // VECTOR_LANES)
+        num_programs += -(-num_blocks * ROWS_PER_BLOCK // VECTOR_OUTPUTS)
     nothing = [outs[0], first.image, 0, 0, 0, 0, 0]
     linear.few_rows_of_three[(num_programs,)](
         x, table_on(packed.table, packed.lines_of, x.device), len(x), first.in_features,
@@ -132,13 +132,13 @@ def _launch(
     packed: Packed, num_rows: int, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
     """Return a kernel with its grid and its constants."""
-    num_lanes, block = ROWS_PER_BLOCK * num_blocks, block_rows(num_rows, num_rows)
+    padded_outputs, block = ROWS_PER_BLOCK * num_blocks, block_rows(num_rows, num_rows)
     if not block:
         constants = DEFAULT_TILINGS.vector_constants(packed, vector_tokens(num_rows))
-        return linear.few_rows, (-(-num_lanes // VECTOR_LANES),), constants
+        return linear.few_rows, (-(-padded_outputs // VECTOR_OUTPUTS),), constants
     is_new = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _MATRIX_UNITS
     constants = DEFAULT_TILINGS.matrix_constants(packed, block, dtype, has_matrix_units=is_new)
-    grid = (-(-num_lanes // constants["block_lanes"]), -(-num_rows // block))
+    grid = (-(-padded_outputs // constants["block_outputs"]), -(-num_rows // block))
     return linear.many_rows, grid, constants
 
 

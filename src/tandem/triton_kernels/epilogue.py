@@ -67,6 +67,6 @@ def relu2(x: tensor) -> tensor:
 
 
 @triton.jit
-def load_bias(bias: tensor, block: tensor, lane: tensor, num_blocks: constexpr) -> tensor:
-    """Return the bias of each lane, fp32."""
-    return tl.load(bias + block * 16 + lane, mask=block < num_blocks, other=0.0)
+def load_bias(bias: tensor, block: tensor, offset: tensor, num_blocks: constexpr) -> tensor:
+    """Return the bias of each output, fp32."""
+    return tl.load(bias + block * 16 + offset, mask=block < num_blocks, other=0.0)

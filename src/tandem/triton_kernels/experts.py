@@ -19,7 +19,7 @@ from tandem.triton_kernels.epilogue import Epilogue
 from tandem.triton_kernels.packed import Extent, Packed, extent_of, packed_as
 from tandem.triton_kernels.rows import GroupedRows, vector_tokens
 
-VECTOR_LANES = 32
+VECTOR_OUTPUTS = 32
 # Largest number of chunks times tokens in a vector kernel. Each takes two fp32 registers; more
 # would spill.
 _MOST_SUMS = 256
@@ -30,7 +30,7 @@ _COMBINE_COLS = 1024
 class Tiling(NamedTuple):
     """The size of a program's tile. It affects speed, not results."""
 
-    block_lanes: int
+    block_outputs: int
     block_cols: int  # columns of weights in registers at a time
     num_warps: int
     num_stages: int = 3
@@ -44,8 +44,8 @@ class Tilings(NamedTuple):
     a consumer card has.
     """
 
-    vector: Tiling = Tiling(VECTOR_LANES, 512, 4)
-    vector_many: Tiling = Tiling(VECTOR_LANES, 256, 4)  # for 3 or more tokens per expert
+    vector: Tiling = Tiling(VECTOR_OUTPUTS, 512, 4)
+    vector_many: Tiling = Tiling(VECTOR_OUTPUTS, 256, 4)  # for 3 or more tokens per expert
     matrix: Tiling = Tiling(64, 64, 4)
     matrix_large: Tiling = Tiling(128, 64, 8)
     ordinary: Tiling = Tiling(64, 16, 4)
@@ -73,7 +73,7 @@ class Tilings(NamedTuple):
             tiling = tiling._replace(num_stages=1)
         return {
             "block_rows": block_rows,
-            "block_lanes": tiling.block_lanes,
+            "block_outputs": tiling.block_outputs,
             "block_chunks": tiling.block_cols // packed.per_chunk,
             "precision": "ieee" if is_fp32 else "tf32",
             "num_warps": tiling.num_warps,
@@ -155,8 +155,8 @@ class TritonExperts:
     ) -> None:
         (packed, extent), num_tokens = matrix_of, vector_tokens(rows.most_tokens)
         kernel = vector.vector_down if epilogue is None else vector.vector_up
-        num_lanes = 16 * extent.num_blocks
-        kernel[-(-num_lanes // VECTOR_LANES), len(rows.addresses)](
+        padded_outputs = 16 * extent.num_blocks
+        kernel[-(-padded_outputs // VECTOR_OUTPUTS), len(rows.addresses)](
             rows.addresses,
             rows.begin,
             *tensors,
@@ -179,7 +179,7 @@ class TritonExperts:
         constants = self.tilings.matrix_constants(
             packed, rows.block_rows, tensors[-2].dtype, has_matrix_units=self.has_matrix_units
         )
-        kernel[-(-16 * extent.num_blocks // constants["block_lanes"]), len(rows.tile_expert)](
+        kernel[-(-16 * extent.num_blocks // constants["block_outputs"]), len(rows.tile_expert)](
             rows.addresses,
             rows.begin,
             rows.tile_expert,

@@ -46,8 +46,8 @@ def ring(doorbell: tensor, on_gpu: constexpr) -> None:
 
 
 @triton.jit
-def wait_for(word: tensor, wanted: tensor, most: constexpr, on_gpu: constexpr) -> tensor:
-    """Wait, within a limit, until a word is `wanted` or -1; return its value.
+def wait_for(word: tensor, expected: tensor, most: constexpr, on_gpu: constexpr) -> tensor:
+    """Wait, within a limit, until a word is `expected` or -1; return its value.
 
     The host's writes before it are visible afterwards. The limit `most` is in nanoseconds of the
     GPU's clock; in the interpreter, which has no clock and no pauses, it is a number of reads.
@@ -56,7 +56,7 @@ def wait_for(word: tensor, wanted: tensor, most: constexpr, on_gpu: constexpr) -
     if on_gpu:
         begin = tl.inline_asm_elementwise(_NOW, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
         waited = begin - begin
-        while (value != wanted) & (value != _LOST) & (waited < most):
+        while (value != expected) & (value != _LOST) & (waited < most):
             tl.inline_asm_elementwise(
                 _PAUSE, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
             )
@@ -66,7 +66,7 @@ def wait_for(word: tensor, wanted: tensor, most: constexpr, on_gpu: constexpr) -
         tl.inline_asm_elementwise(_FENCE, "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
     else:
         looks = 0
-        while (value != wanted) & (value != _LOST) & (looks < most):
+        while (value != expected) & (value != _LOST) & (looks < most):
             value = tl.load(word, volatile=True)
             looks += 1
     return value
@@ -124,10 +124,11 @@ def publish(
 ) -> None:
     """Publish a layer: write its choice and hits to the mailbox. There is one program.
 
-    The router's choice and weights are (rows, top_k), `hidden` is (rows, hidden_size), `address_of`
-    (num_experts,) int64. The kernels of the hits read `addresses` (rows * top_k,) int64. The other
-    tensors are the layer's mailbox, and `shared_hidden`, which all layers share. An entry of
-    `address_of` is read once per routed token, so that all later kernels use the same address.
+    The router's choice and weights are (n_tokens, top_k), `hidden` is (n_tokens, hidden_size),
+    `address_of` (num_experts,) int64. The kernels of the hits read `addresses` (n_tokens * top_k,)
+    int64. The other tensors are the layer's mailbox, and `shared_hidden`, which all layers share.
+    An entry of `address_of` is read once per routed token, so that all later kernels use the same
+    address.
     """
     place = tl.arange(0, choice_width)
     is_there = place < num_choices
@@ -169,9 +170,10 @@ def ask(
     has_bias: constexpr,
     scoring: constexpr,
 ) -> None:
-    """Write weight (num_experts, num_cols) @ (hidden + residual) + bias to scores (rows, experts).
+    """Write weight (num_experts, num_cols) @ (hidden + residual) + bias to `scores`.
 
-    `hidden` is (rows, num_cols), `residual` (num_cols,) fp32. A program is (some experts, row).
+    `hidden` is (n_tokens, num_cols), `residual` (num_cols,) fp32, `scores` (n_tokens, num_experts).
+    A program is (some experts, token).
     `scoring` is applied before the bias is added: 0 nothing, 1 a sigmoid, 2 the root of a softplus.
     """
     row = tl.program_id(1).to(tl.int64)
@@ -202,29 +204,29 @@ def publish_guess(
     top_k_index: tensor,
     guess: tensor,
     guessed: tensor,
-    num_rows: constexpr,
+    num_tokens: constexpr,
     top_k: constexpr,
     num_experts: constexpr,
     num_scores: constexpr,
     width: constexpr,
     on_gpu: constexpr,
 ) -> None:
-    """Publish the experts with the largest scores (rows, num_scores) as the next layer's guess.
+    """Publish the experts with the largest scores (n_tokens, num_scores) as the next layer's guess.
 
-    Rows whose own choice in `top_k_index` (rows, top_k) begins with padding get -1 as guesses.
+    Tokens whose choice in `top_k_index` (n_tokens, top_k) begins with padding get -1 as guesses.
     There is one program.
     """
     place = tl.arange(0, width)
-    for row in range(num_rows):
+    for row in range(num_tokens):
         first = tl.load(top_k_index + row * top_k)
-        is_idle = (first < 0) | (first >= num_experts)
+        is_padding = (first < 0) | (first >= num_experts)
         left = tl.load(
             scores + row * num_scores + place, mask=place < num_scores, other=float("-inf")
         )
         for k in tl.static_range(top_k):
             most = tl.reduce(left, 0, tl.standard._elementwise_max)
             best = tl.reduce(tl.where(left == most, place, width), 0, tl.standard._elementwise_min)
-            tl.store(guess + row * top_k + k, tl.where(is_idle, -1, best).to(tl.int32))
+            tl.store(guess + row * top_k + k, tl.where(is_padding, -1, best).to(tl.int32))
             left = tl.where(place == best, float("-inf"), left)
     ring(guessed, on_gpu)
 
@@ -238,7 +240,7 @@ def take_fetched(
     fetched: tensor,
     top_k_index: tensor,
     addresses: tensor,
-    brought: tensor,
+    new_addresses: tensor,
     num_choices: constexpr,
     choice_width: constexpr,
     num_experts: constexpr,
@@ -248,9 +250,9 @@ def take_fetched(
     """Read the addresses of misses that the host has copied to the GPU, after the hits.
 
     There is one program. `fetched` is in the layer's mailbox. The second launch of the vector
-    kernels reads `brought` (rows * top_k,) int64, which is 0 where the host has computed the row.
-    The new addresses are also added to `addresses`, for `combine`. A layer without misses does not
-    wait. `most` and `number` are as in `combine`.
+    kernels reads `new_addresses` (n_tokens * top_k,) int64, 0 where the host has computed the
+    row. They are also added to `addresses`, for `combine`. A layer without misses does not wait.
+    `most` and `number` are as in `combine`.
     """
     place = tl.arange(0, choice_width)
     is_there = place < num_choices
@@ -264,7 +266,7 @@ def take_fetched(
         if most > 0:
             is_answered = wait_for_host(done, turn, given_up, number, most, on_gpu)
         found = tl.load(fetched + place, mask=is_miss & is_answered, other=0, volatile=True)
-    tl.store(brought + place, found, mask=is_there)
+    tl.store(new_addresses + place, found, mask=is_there)
     tl.store(addresses + place, address + found, mask=is_there)
 
 

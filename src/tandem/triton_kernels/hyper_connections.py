@@ -106,21 +106,21 @@ def weigh_streams(
     weights += token * (num_rows - num_streams)
     if (tl.program_id(0) == 0) & (num_rows > num_streams):
         scale = tl.load(scales + 1) * factor
-        given = _rows(
+        raw = _rows(
             sums, base, scale, num_streams + stream, is_stream, num_rows, num_parts, block_parts
         )
-        given = output_factor / (1.0 + tl.exp(-given)) + output_eps
-        tl.store(weights + stream, given, mask=is_stream)
+        raw = output_factor / (1.0 + tl.exp(-raw)) + output_eps
+        tl.store(weights + stream, raw, mask=is_stream)
         if num_rounds > 0:
             place = tl.arange(0, block_streams * block_streams)
             source, target = place // block_streams, place % block_streams
             is_there = (source < num_streams) & (target < num_streams)
             place = num_streams + source * num_streams + target  # index among the weights
             scale = tl.load(scales + 2) * factor
-            given = _rows(
+            raw = _rows(
                 sums, base, scale, num_streams + place, is_there, num_rows, num_parts, block_parts
             )
-            mixture = _mixture(given, is_there, num_rounds, eps, block_streams)
+            mixture = _mixture(raw, is_there, num_rounds, eps, block_streams)
             mixture = tl.reshape(mixture, (block_streams * block_streams,))
             tl.store(weights + place, mixture, mask=is_there)
 

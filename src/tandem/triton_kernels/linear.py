@@ -11,7 +11,7 @@ from triton.language import constexpr, tensor
 from tandem.triton_kernels.epilogue import load_bias
 from tandem.triton_kernels.matrix import tile_products
 from tandem.triton_kernels.tiles import scale_section, section
-from tandem.triton_kernels.vector import lane_products
+from tandem.triton_kernels.vector import output_products
 
 _ANY = ("num_rows", "num_blocks", "num_chunks", "num_biased", "scales_offset", "bias_offset")
 _OF_A_LAYER = ("num_outputs", "num_blocks", "num_biased", "scales_offset", "bias_offset")
@@ -45,44 +45,44 @@ def few_rows(
     Each program computes 32 outputs. `image` is the address of the packed matrix; its first
     `num_biased` blocks have a bias. `num_tokens` is the compiled upper bound of `num_rows`.
     """
-    lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
+    outputs = tl.program_id(0) * 32 + tl.arange(0, 32)
     layer = out, image.to(tl.int64), num_outputs, num_blocks, num_biased, scales_offset, bias_offset
-    _lanes_of_few_rows(
-        x, table, num_rows, num_cols, num_chunks, layer, lanes, packed, num_tokens, block_chunks
+    _outputs_of_few_rows(
+        x, table, num_rows, num_cols, num_chunks, layer, outputs, packed, num_tokens, block_chunks
     )
 
 
 @triton.jit
-def _lanes_of_few_rows(
+def _outputs_of_few_rows(
     x: tensor,
     table: tensor,
     num_rows: tensor,
     num_cols: tensor,
     num_chunks: tensor,
     layer: tensor,
-    lanes: tensor,
+    outputs: tensor,
     packed: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Compute some lanes of one layer as `few_rows` does; `layer` has the layer's arguments."""
+    """Compute some outputs of one layer as `few_rows` does; `layer` has the layer's arguments."""
     out, address, num_outputs, num_blocks, num_biased, scales_offset, bias_offset = layer
-    block, lane = lanes // 16, lanes % 16
+    block, offset = outputs // 16, outputs % 16
     data = section(address, 0, tl.int32)
     scales = scale_section(address, scales_offset, packed)
     rows = ()
     for token in tl.static_range(num_tokens):
         # Tokens beyond the last repeat the last row; their results are not stored.
         rows = rows + (tl.minimum(num_rows - 1, token).to(tl.int64),)
-    products = lane_products(
-        data, scales, x, rows, block, lane, table, num_cols, num_blocks, num_chunks, packed,
+    products = output_products(
+        data, scales, x, rows, block, offset, table, num_cols, num_blocks, num_chunks, packed,
         num_tokens, block_chunks, 32,
     )  # fmt: skip
-    bias = load_bias(section(address, bias_offset, tl.float32), block, lane, num_biased)
+    bias = load_bias(section(address, bias_offset, tl.float32), block, offset, num_biased)
     for token in tl.static_range(num_tokens):
         values = (products[token] + bias).to(out.dtype.element_ty)
-        at = out + rows[token] * num_outputs + lanes
-        tl.store(at, values, mask=(num_rows > token) & (lanes < num_outputs))
+        at = out + rows[token] * num_outputs + outputs
+        tl.store(at, values, mask=(num_rows > token) & (outputs < num_outputs))
 
 
 @triton.jit(do_not_specialize=_ANY_OF_THREE)
@@ -122,13 +122,13 @@ def few_rows_of_three(
     The layers' arguments are separate, because Triton would compile a kernel for each tuple's
     values.
     """
-    first_b = (num_blocks + 1) // 2  # one program has 32 lanes, which are two blocks
+    first_b = (num_blocks + 1) // 2  # one program has 32 outputs, which are two blocks
     first_c = first_b + (num_blocks_b + 1) // 2
     program = tl.program_id(0)
     is_a, is_b = program < first_b, program < first_c
     address = _one_of(is_a, is_b, image.to(tl.int64), image_b.to(tl.int64), image_c.to(tl.int64))
     there = _one_of(is_a, is_b, out.to(tl.int64), out_b.to(tl.int64), out_c.to(tl.int64))
-    lanes = (program - _one_of(is_a, is_b, 0, first_b, first_c)) * 32 + tl.arange(0, 32)
+    outputs = (program - _one_of(is_a, is_b, 0, first_b, first_c)) * 32 + tl.arange(0, 32)
     layer = (
         there.to(tl.pointer_type(out.dtype.element_ty)),
         address,
@@ -138,8 +138,8 @@ def few_rows_of_three(
         _one_of(is_a, is_b, scales_offset, scales_offset_b, scales_offset_c),
         _one_of(is_a, is_b, bias_offset, bias_offset_b, bias_offset_c),
     )
-    _lanes_of_few_rows(
-        x, table, num_rows, num_cols, num_chunks, layer, lanes, packed, num_tokens, block_chunks
+    _outputs_of_few_rows(
+        x, table, num_rows, num_cols, num_chunks, layer, outputs, packed, num_tokens, block_chunks
     )
 
 
@@ -164,23 +164,23 @@ def many_rows(
     bias_offset: tensor,
     packed: constexpr,
     block_rows: constexpr,
-    block_lanes: constexpr,
+    block_outputs: constexpr,
     block_chunks: constexpr,
     precision: constexpr,
 ) -> None:
-    """Compute the same product as `few_rows`; a program is (block of lanes, block of rows)."""
+    """Compute the same product as `few_rows`; a program is (block of outputs, block of rows)."""
     row = (tl.program_id(1) * block_rows + tl.arange(0, block_rows)).to(tl.int64)
     is_row = row < num_rows
-    lanes = tl.program_id(0) * block_lanes + tl.arange(0, block_lanes)
+    outputs = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
     address = image.to(tl.int64)
     data = section(address, 0, tl.int32)
     scales = scale_section(address, scales_offset, packed)
     values = tile_products(
-        data, scales, x, row, is_row, lanes, table, num_cols, num_blocks, num_chunks, packed,
-        block_rows, block_lanes, block_chunks, precision,
+        data, scales, x, row, is_row, outputs, table, num_cols, num_blocks, num_chunks, packed,
+        block_rows, block_outputs, block_chunks, precision,
     )  # fmt: skip
     bias = section(address, bias_offset, tl.float32)
-    values += load_bias(bias, lanes // 16, lanes % 16, num_biased)[None, :]
-    at = out + row[:, None] * num_outputs + lanes[None, :]
-    mask = is_row[:, None] & (lanes < num_outputs)[None, :]
+    values += load_bias(bias, outputs // 16, outputs % 16, num_biased)[None, :]
+    at = out + row[:, None] * num_outputs + outputs[None, :]
+    mask = is_row[:, None] & (outputs < num_outputs)[None, :]
     tl.store(at, values.to(out.dtype.element_ty), mask=mask)

@@ -1,8 +1,8 @@
 """Many tokens per expert: weights become bf16 or fp16 in registers, for products on matrix units.
 
-A program computes a tile: `block_rows` rows of one expert times `block_lanes` lanes of its matrix.
-All experts' tiles are computed by one launch: tile i belongs to expert `tile_expert[i]` and begins
-at row `tile_first[i]`. Sums are fp32.
+A program computes a tile: `block_rows` rows of one expert times `block_outputs` outputs of its
+matrix. All experts' tiles are computed by one launch: tile i belongs to expert `tile_expert[i]`
+and begins at row `tile_first[i]`. Sums are fp32.
 """
 
 import triton
@@ -25,18 +25,18 @@ def _weights(
     data: tensor,
     scales: tensor,
     block: tensor,
-    lane: tensor,
+    offset: tensor,
     chunk: tensor,
     table: tensor,
     num_blocks: tensor,
     num_chunks: tensor,
     packed: constexpr,
-    block_lanes: constexpr,
+    block_outputs: constexpr,
     block_chunks: constexpr,
 ) -> tensor:
-    """Return the weights of some lanes and chunks, (columns, lanes) fp32."""
+    """Return the weights of some outputs and chunks, (columns, outputs) fp32."""
     place = tl.arange(0, packed.per_chunk)[None, :, None]
-    low, high = load_words(data, block, lane, chunk, num_blocks, num_chunks, table, packed)
+    low, high = load_words(data, block, offset, chunk, num_blocks, num_chunks, table, packed)
     values = biased_values(low[:, None, :], high[:, None, :], place, table, packed)
     if packed.factor != 1:
         values = values * packed.factor
@@ -44,12 +44,12 @@ def _weights(
         values = values + packed.offset
     if packed.chunks_per_group > 0:
         scale, minimum = load_scales(
-            data, scales, block, lane, chunk, num_blocks, num_chunks, packed
+            data, scales, block, offset, chunk, num_blocks, num_chunks, packed
         )
         values = values * scale[:, None, :]
         if packed.has_minima:
             values = values + minimum[:, None, :]
-    return tl.reshape(values, (block_chunks * packed.per_chunk, block_lanes))
+    return tl.reshape(values, (block_chunks * packed.per_chunk, block_outputs))
 
 
 @triton.jit
@@ -59,26 +59,26 @@ def tile_products(
     x: tensor,
     row: tensor,
     is_row: tensor,
-    lanes: tensor,
+    outputs: tensor,
     table: tensor,
     num_cols: tensor,
     num_blocks: tensor,
     num_chunks: tensor,
     packed: constexpr,
     block_rows: constexpr,
-    block_lanes: constexpr,
+    block_outputs: constexpr,
     block_chunks: constexpr,
     precision: constexpr,
 ) -> tensor:
-    """Return the products of x[row] with the lanes' matrix rows: (block_rows, block_lanes) fp32."""
-    block, lane = lanes // 16, lanes % 16
+    """Return the products of x[row] with outputs' weights, (block_rows, block_outputs) fp32."""
+    block, offset = outputs // 16, outputs % 16
     per_chunk: constexpr = packed.per_chunk
-    total = tl.full((block_rows, block_lanes), 0.0, dtype=tl.float32)
+    total = tl.full((block_rows, block_outputs), 0.0, dtype=tl.float32)
     for start in range(0, num_chunks, block_chunks):
         chunk = start + tl.arange(0, block_chunks)
         weights = _weights(
-            data, scales, block, lane, chunk, table, num_blocks, num_chunks, packed, block_lanes,
-            block_chunks,
+            data, scales, block, offset, chunk, table, num_blocks, num_chunks, packed,
+            block_outputs, block_chunks,
         )  # fmt: skip
         col = start * per_chunk + tl.arange(0, block_chunks * per_chunk)
         rows_of_x = tl.load(
@@ -97,12 +97,12 @@ def _tile_products(
     x: tensor,
     row: tensor,
     is_row: tensor,
-    lanes: tensor,
+    outputs: tensor,
     table: tensor,
     packed: constexpr,
     extent: constexpr,
     block_rows: constexpr,
-    block_lanes: constexpr,
+    block_outputs: constexpr,
     block_chunks: constexpr,
     precision: constexpr,
 ) -> tensor:
@@ -110,12 +110,12 @@ def _tile_products(
     data = section(address, extent.data_offset, tl.int32)
     scales = scale_section(address, extent.scales_offset, packed)
     total = tile_products(
-        data, scales, x, row, is_row, lanes, table, extent.num_cols, extent.num_blocks,
-        extent.num_chunks, packed, block_rows, block_lanes, block_chunks, precision,
+        data, scales, x, row, is_row, outputs, table, extent.num_cols, extent.num_blocks,
+        extent.num_chunks, packed, block_rows, block_outputs, block_chunks, precision,
     )  # fmt: skip
     if extent.bias_offset >= 0:
         bias = section(address, extent.bias_offset, tl.float32)
-        total += load_bias(bias, lanes // 16, lanes % 16, extent.num_blocks)[None, :]
+        total += load_bias(bias, outputs // 16, outputs % 16, extent.num_blocks)[None, :]
     return total
 
 
@@ -125,22 +125,22 @@ def _store_up(
     values: tensor,
     row: tensor,
     is_row: tensor,
-    lanes: tensor,
+    outputs: tensor,
     num_rows: constexpr,
     epilogue: constexpr,
     block_rows: constexpr,
-    block_lanes: constexpr,
+    block_outputs: constexpr,
 ) -> None:
     """Write the activation of a tile; see `matrix_up`."""
     row = row.to(tl.int64)
     if epilogue.is_gated:
-        # Blocks of 16 gate lanes and 16 up lanes alternate.
-        half_lanes: constexpr = block_lanes // 2
-        pairs = tl.reshape(values, (block_rows, block_lanes // 32, 2, 16))
+        # Blocks of 16 gate outputs and 16 up outputs alternate.
+        half_outputs: constexpr = block_outputs // 2
+        pairs = tl.reshape(values, (block_rows, block_outputs // 32, 2, 16))
         gate, up = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-        gate = tl.reshape(gate, (block_rows, half_lanes))
-        up = tl.reshape(up, (block_rows, half_lanes))
-        col = tl.program_id(0) * half_lanes + tl.arange(0, half_lanes)
+        gate = tl.reshape(gate, (block_rows, half_outputs))
+        up = tl.reshape(up, (block_rows, half_outputs))
+        col = tl.program_id(0) * half_outputs + tl.arange(0, half_outputs)
         mask = is_row[:, None] & (col < num_rows)[None, :]
         if epilogue.activation == PLAIN:
             at = inner + row[:, None] * (2 * num_rows) + col[None, :]
@@ -153,8 +153,8 @@ def _store_up(
     else:
         if epilogue.activation == RELU2:
             values = relu2(values)
-        at = inner + row[:, None] * num_rows + lanes[None, :]
-        mask = is_row[:, None] & (lanes < num_rows)[None, :]
+        at = inner + row[:, None] * num_rows + outputs[None, :]
+        mask = is_row[:, None] & (outputs < num_rows)[None, :]
         tl.store(at, values.to(inner.dtype.element_ty), mask=mask)
 
 
@@ -172,7 +172,7 @@ def matrix_up(
     extent: constexpr,
     epilogue: constexpr,
     block_rows: constexpr,
-    block_lanes: constexpr,
+    block_outputs: constexpr,
     block_chunks: constexpr,
     precision: constexpr,
 ) -> None:
@@ -183,14 +183,16 @@ def matrix_up(
         return
     row = first + tl.arange(0, block_rows)
     is_row = row < end
-    lanes = tl.program_id(0) * block_lanes + tl.arange(0, block_lanes)
+    outputs = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
     address = tl.load(addresses + expert)
     token = tl.load(row_token + row, mask=is_row, other=0).to(tl.int64)
     values = _tile_products(
-        address, hidden, token, is_row, lanes, table, packed, extent, block_rows, block_lanes,
+        address, hidden, token, is_row, outputs, table, packed, extent, block_rows, block_outputs,
         block_chunks, precision,
     )  # fmt: skip
-    _store_up(inner, values, row, is_row, lanes, extent.num_rows, epilogue, block_rows, block_lanes)
+    _store_up(
+        inner, values, row, is_row, outputs, extent.num_rows, epilogue, block_rows, block_outputs
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=TABLES)
@@ -205,7 +207,7 @@ def matrix_down(
     packed: constexpr,
     extent: constexpr,
     block_rows: constexpr,
-    block_lanes: constexpr,
+    block_outputs: constexpr,
     block_chunks: constexpr,
     precision: constexpr,
 ) -> None:
@@ -216,12 +218,12 @@ def matrix_down(
         return
     row = first + tl.arange(0, block_rows)
     is_row = row < end
-    lanes = tl.program_id(0) * block_lanes + tl.arange(0, block_lanes)
+    outputs = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
     address = tl.load(addresses + expert)
     row = row.to(tl.int64)
     values = _tile_products(
-        address, inner, row, is_row, lanes, table, packed, extent, block_rows, block_lanes,
+        address, inner, row, is_row, outputs, table, packed, extent, block_rows, block_outputs,
         block_chunks, precision,
     )  # fmt: skip
-    mask = is_row[:, None] & (lanes < extent.num_rows)[None, :]
-    tl.store(out + row[:, None] * extent.num_rows + lanes[None, :], values, mask=mask)
+    mask = is_row[:, None] & (outputs < extent.num_rows)[None, :]
+    tl.store(out + row[:, None] * extent.num_rows + outputs[None, :], values, mask=mask)

@@ -118,10 +118,10 @@ def choose(
 
     They are chosen by `logits` (rows, experts).
     """
-    num_rows, num_experts = logits.shape
-    weights = torch.empty((num_rows, top_k), dtype=dtype, device=logits.device)
-    index = torch.empty((num_rows, top_k), dtype=torch.int64, device=logits.device)
-    small.choose_experts[(num_rows,)](
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty((num_tokens, top_k), dtype=dtype, device=logits.device)
+    index = torch.empty((num_tokens, top_k), dtype=torch.int64, device=logits.device)
+    small.choose_experts[(num_tokens,)](
         logits, weights, index, num_experts=num_experts, width=_width(num_experts), top_k=top_k,
         is_normalised=is_normalised, scale=scale, num_warps=1 if num_experts <= 256 else 4,
     )  # fmt: skip

@@ -37,12 +37,12 @@ def _input(
     width: constexpr,
 ) -> tensor:
     """Return some channels' inputs at a token, fp32; before the run, they are from log or state."""
-    given = tl.load(x + at * token_stride, mask=mask & (at >= 0), other=0.0).to(tl.float32)
+    value_vector = tl.load(x + at * token_stride, mask=mask & (at >= 0), other=0.0).to(tl.float32)
     before = at + num_again
     is_logged, is_kept = (at < 0) & (before >= 0), (num_again >= 0) & (before < 0)
-    given += tl.load(logged + before * channels, mask=mask & is_logged, other=0.0)
+    value_vector += tl.load(logged + before * channels, mask=mask & is_logged, other=0.0)
     is_kept = mask & is_kept & (at < 0)
-    return given + tl.load(state + (before + width - 1) * channels, mask=is_kept, other=0.0)
+    return value_vector + tl.load(state + (before + width - 1) * channels, mask=is_kept, other=0.0)
 
 
 @triton.jit(do_not_specialize=("computes", "keeps", "token_stride"))
@@ -89,11 +89,11 @@ def convolve_tokens(
         if has_bias:
             total += tl.load(bias + channel, mask=mask, other=0.0)
         for j in tl.static_range(width):
-            given = _input(
+            value_vector = _input(
                 x, state, logged, t + (j + 1 - width), token_stride, num_again, mask, channels,
                 width,
             )  # fmt: skip
-            total += given * tl.load(weight + j * channels + channel, mask=mask, other=0.0)
+            total += value_vector * tl.load(weight + j * channels + channel, mask=mask, other=0.0)
         if has_silu:
             total = total.to(dtype).to(tl.float32)
             total = total / (1.0 + tl.exp(-total))
@@ -106,8 +106,8 @@ def convolve_tokens(
             tl.store(state + i * channels, new, mask=mask)
         logged += (1 - 2 * half) * most_drafted * channels
         for t in range(num_certain, num_tokens):
-            given = tl.load(x + t * token_stride, mask=mask, other=0.0).to(tl.float32)
-            tl.store(logged + (t - num_certain) * channels, given, mask=mask)
+            value_vector = tl.load(x + t * token_stride, mask=mask, other=0.0).to(tl.float32)
+            tl.store(logged + (t - num_certain) * channels, value_vector, mask=mask)
 
 
 @triton.jit
@@ -124,8 +124,8 @@ def _key(
 @triton.jit
 def _moved_on(
     state: tensor,
-    said: tensor,
-    given: tensor,
+    key_vector: tensor,
+    value_vector: tensor,
     decay: tensor,
     rate: tensor,
     k: tensor,
@@ -137,26 +137,26 @@ def _moved_on(
     is_delta: constexpr,
     has_rate: constexpr,
 ) -> tensor:
-    """Return a part of a head's state after a token with key `said` and value `given`."""
+    """Return a part of a head's state after a token with this key and value."""
     if decay_kind == "head":
         state = state * tl.exp(tl.load(decay))
     elif decay_kind == "key":
         state = state * tl.exp(tl.load(decay + k, mask=is_key, other=0.0))[:, None]
     else:
         state = state * tl.exp(tl.load(decay + v, mask=is_value, other=0.0)[None, :] * factors)
-    change = given
+    change = value_vector
     if is_delta:
-        change = change - tl.reduce(state * said[:, None], 0, tl.standard._sum_combine)
+        change = change - tl.reduce(state * key_vector[:, None], 0, tl.standard._sum_combine)
     if has_rate:
         change = change * tl.load(rate).to(tl.float32)
-    return state + said[:, None] * change[None, :]
+    return state + key_vector[:, None] * change[None, :]
 
 
 @triton.jit
 def _log_token(
     to: tensor,
     key: tensor,
-    given: tensor,
+    value_vector: tensor,
     decay: tensor,
     rate: tensor,
     k: tensor,
@@ -182,7 +182,7 @@ def _log_token(
     owns_key = is_first & (head % group == 0)
     tl.store(to + head // group * key_dim + k, numbers, mask=is_key & owns_key)
     to += num_logged_keys * key_dim
-    tl.store(to + head * value_dim + v, given, mask=is_value)
+    tl.store(to + head * value_dim + v, value_vector, mask=is_value)
     to += num_heads * value_dim
     if decay_kind == "head":
         tl.store(to + head, tl.load(decay), mask=is_first)
@@ -211,11 +211,11 @@ def _done_again(
     rates_at: constexpr = decays_at + num_heads * num_decays
     logged = head // (num_heads // num_logged_keys) * key_dim
     for _ in range(num_again):
-        said = _key(at + logged, k, is_key, is_normalised, 1.0)
-        given = tl.load(at + values_at + head * value_dim + v, mask=is_value, other=0.0)
+        key_vector = _key(at + logged, k, is_key, is_normalised, 1.0)
+        value_vector = tl.load(at + values_at + head * value_dim + v, mask=is_value, other=0.0)
         state = _moved_on(
-            state, said, given, at + decays_at + head * num_decays, at + rates_at + head, k, v,
-            is_key, is_value, factors, decay_kind, is_delta, has_rate,
+            state, key_vector, value_vector, at + decays_at + head * num_decays,
+            at + rates_at + head, k, v, is_key, is_value, factors, decay_kind, is_delta, has_rate,
         )  # fmt: skip
         at += num_logged
     return state
@@ -266,22 +266,22 @@ def recur_tokens(
         skipped = tl.load(skip + head * value_dim + v, mask=is_value, other=0.0)
     for t in range(num_tokens):
         q = _key(query, k, is_key, is_normalised, scale)
-        said = _key(key, k, is_key, is_normalised, 1.0)
-        given = tl.load(value + v, mask=is_value, other=0.0).to(tl.float32)
+        key_vector = _key(key, k, is_key, is_normalised, 1.0)
+        value_vector = tl.load(value + v, mask=is_value, other=0.0).to(tl.float32)
         state = _moved_on(
-            state, said, given, decay + line * num_decays, rate + line, k, v, is_key, is_value,
-            factors, decay_kind, is_delta, has_rate,
+            state, key_vector, value_vector, decay + line * num_decays, rate + line, k, v, is_key,
+            is_value, factors, decay_kind, is_delta, has_rate,
         )  # fmt: skip
         found = tl.reduce(state * q[:, None], 0, tl.standard._sum_combine)
         if has_skip:
-            found += skipped * given
+            found += skipped * value_vector
         tl.store(out + line * value_dim + v, found.to(out.dtype.element_ty), mask=is_value)
         if t + 1 == num_certain:
             tl.store(kept, state, mask=mask)
         if (t >= num_certain) & (num_certain > 0):
             _log_token(
                 log + ((2 * slot + 1 - half) * most_drafted + t - num_certain) * num_logged, key,
-                given, decay + line * num_decays, rate + line, k, v, is_key, is_value, head,
+                value_vector, decay + line * num_decays, rate + line, k, v, is_key, is_value, head,
                 num_heads, num_logged_keys, key_dim, value_dim, num_decays, decay_kind, has_rate,
             )  # fmt: skip
         value, query, key = value + value_stride, query + query_stride, key + key_stride

@@ -1,6 +1,6 @@
 """Tiles of a packed matrix in registers: dwords, scales, and the numbers that codes stand for.
 
-`docs/formats.md` says where each byte lies. All formats transpose dwords in the same way: lane n of
+`docs/formats.md` says where each byte lies. All formats transpose dwords in the same way: row n of
 a tile is row n % 16 of block n // 16, and a chunk is the dword with the lowest bits of 2, 4, 8 or
 16 columns of that row. Codes become floats by bit tricks, without conversions, or are looked up.
 """
@@ -14,24 +14,24 @@ from triton.language import constexpr, tensor
 def load_words(
     data: tensor,
     block: tensor,
-    lane: tensor,
+    offset: tensor,
     chunk: tensor,
     num_blocks: tensor,
     num_chunks: tensor,
     table: tensor,
     packed: constexpr,
 ) -> tensor:
-    """Return the dwords of each chunk's codes, (chunks, lanes) int32; zeros outside the matrix.
+    """Return the dwords of each chunk's codes, (chunks, outputs) int32; zeros outside the matrix.
 
     The first result has the codes' low bits. The second has the higher bits, shifted so that the
     chunk's own bits are the lowest of each byte.
     """
     is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
     dwords = num_chunks * packed.bits // packed.low_bits
-    of_row = (block * (dwords * 16) + lane)[None, :]
+    of_row = (block * (dwords * 16) + offset)[None, :]
     if packed.grid is not None:
         grid: constexpr = packed.grid
-        low = _lines(data, block, lane, chunk, is_inside, num_chunks, table, grid)
+        low = _lines(data, block, offset, chunk, is_inside, num_chunks, table, grid)
         high = low
     elif packed.high_bits == 0:
         low = tl.load(data + of_row + chunk[:, None] * 16, mask=is_inside, other=0)
@@ -52,14 +52,14 @@ def load_words(
 def _words_of_supers(
     data: tensor,
     block: tensor,
-    lane: tensor,
+    offset: tensor,
     chunk: tensor,
     num_chunks: tensor,
     grid: constexpr,
 ) -> tensor:
-    """Return pointers to the first word of each chunk's super-block, (chunks, lanes)."""
+    """Return pointers to the first word of each chunk's super-block, (chunks, outputs)."""
     super_block = block[None, :] * (num_chunks // 32) + (chunk // 32)[:, None]
-    return data + super_block * (grid.words * 16) + lane[None, :]
+    return data + super_block * (grid.words * 16) + offset[None, :]
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _spread(bits: tensor) -> tensor:
 def _lines(
     data: tensor,
     block: tensor,
-    lane: tensor,
+    offset: tensor,
     chunk: tensor,
     is_inside: tensor,
     num_chunks: tensor,
@@ -101,7 +101,7 @@ def _lines(
     grid: constexpr,
 ) -> tensor:
     """Return dwords with the codes of eight columns, made from looked-up lines and their signs."""
-    words = _words_of_supers(data, block, lane, chunk, num_chunks, grid)
+    words = _words_of_supers(data, block, offset, chunk, num_chunks, grid)
     number = (chunk % 32)[:, None]
     if grid.line_cols == 8:
         codes = _line(words, number, is_inside, table, grid)
@@ -125,7 +125,7 @@ def _scales_of_lines(
     data: tensor,
     scales: tensor,
     block: tensor,
-    lane: tensor,
+    offset: tensor,
     chunk: tensor,
     is_inside: tensor,
     num_chunks: tensor,
@@ -133,7 +133,7 @@ def _scales_of_lines(
 ) -> tensor:
     """Return scales that are stored in a super-block's words, times its factor."""
     grid: constexpr = packed.grid
-    words = _words_of_supers(data, block, lane, chunk, num_chunks, grid)
+    words = _words_of_supers(data, block, offset, chunk, num_chunks, grid)
     group = (chunk % 32 // packed.chunks_per_group)[:, None]
     steps_field: constexpr = grid.scales
     steps = _field(words, group, is_inside, steps_field)
@@ -145,7 +145,7 @@ def _scales_of_lines(
         factor = _half(bits)
     else:
         super_block = block[None, :] * (num_chunks // 32) + (chunk // 32)[:, None]
-        halves = scales.to(tl.pointer_type(tl.float16)) + super_block * 16 + lane[None, :]
+        halves = scales.to(tl.pointer_type(tl.float16)) + super_block * 16 + offset[None, :]
         factor = tl.load(halves, mask=is_inside, other=0).to(tl.float32)
     return (2 * steps + 1).to(tl.float32) * factor
 
@@ -155,13 +155,13 @@ def load_scales(
     data: tensor,
     scales: tensor,
     block: tensor,
-    lane: tensor,
+    offset: tensor,
     chunk: tensor,
     num_blocks: tensor,
     num_chunks: tensor,
     packed: constexpr,
 ) -> tensor:
-    """Return the scale and the minimum of each chunk, (chunks, lanes) fp32; zeros outside.
+    """Return the scale and the minimum of each chunk, (chunks, outputs) fp32; zeros outside.
 
     Padding chunks of the last group have the scale of the last real chunk. Without minima, the
     second result is the scale again.
@@ -170,18 +170,18 @@ def load_scales(
     is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
     num_groups = num_chunks // packed.chunks_per_group
     if packed.grid is not None:
-        scale = _scales_of_lines(data, scales, block, lane, chunk, is_inside, num_chunks, packed)
+        scale = _scales_of_lines(data, scales, block, offset, chunk, is_inside, num_chunks, packed)
         minimum = scale
     elif packed.factor_bytes > 0:
         scale, minimum = _scales_of_supers(
-            scales, block, lane, group, is_inside, num_groups, packed
+            scales, block, offset, group, is_inside, num_groups, packed
         )
     else:
         line = block[None, :] * num_groups + group
         if packed.scale == "fp32":
-            place = line + lane[None, :] * 0  # one scale for all 16 rows of a block
+            place = line + offset[None, :] * 0  # one scale for all 16 rows of a block
         else:
-            place = line * packed.group_stride + lane[None, :]
+            place = line * packed.group_stride + offset[None, :]
         raw = tl.load(scales + place, mask=is_inside, other=0)
         if packed.scale == "e8m0":
             exponent = raw.to(tl.int32)
@@ -200,7 +200,7 @@ def load_scales(
 def _scales_of_supers(
     scales: tensor,
     block: tensor,
-    lane: tensor,
+    offset: tensor,
     group: tensor,
     is_inside: tensor,
     num_groups: tensor,
@@ -211,14 +211,14 @@ def _scales_of_supers(
     line = block[None, :] * (num_groups // per_super) + group // per_super
     factors_bytes: constexpr = packed.factor_bytes * (32 if packed.has_minima else 16)
     super_bytes = factors_bytes + per_super * packed.group_stride
-    at = line * super_bytes + factors_bytes + lane[None, :]
+    at = line * super_bytes + factors_bytes + offset[None, :]
     at += group % per_super * packed.group_stride
     own = tl.load(scales + at, mask=is_inside, other=0)
     if packed.factor_bytes == 4:
         factors = scales.to(tl.pointer_type(tl.float32))
     else:
         factors = scales.to(tl.pointer_type(tl.float16))
-    factors += line * (super_bytes // packed.factor_bytes) + lane[None, :]
+    factors += line * (super_bytes // packed.factor_bytes) + offset[None, :]
     scale = tl.load(factors, mask=is_inside, other=0).to(tl.float32) * _number(own, packed)
     minimum = scale
     if packed.has_minima:

@@ -42,10 +42,10 @@ def _chunk_sums(
     packed: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
-    block_lanes: constexpr,
+    block_outputs: constexpr,
 ) -> tensor:
     """Return, for each token, the sums of (biased values * x) and of x over a chunk's columns."""
-    parts = (tl.full((block_chunks, block_lanes), 0.0, dtype=tl.float32),) * num_tokens
+    parts = (tl.full((block_chunks, block_outputs), 0.0, dtype=tl.float32),) * num_tokens
     totals = (tl.full((block_chunks,), 0.0, dtype=tl.float32),) * num_tokens
     per_chunk: constexpr = packed.per_chunk
     for place in tl.static_range(per_chunk):
@@ -60,13 +60,13 @@ def _chunk_sums(
 
 
 @triton.jit
-def lane_products(
+def output_products(
     data: tensor,
     scales: tensor,
     x: tensor,
     rows: tensor,
     block: tensor,
-    lane: tensor,
+    offset: tensor,
     table: tensor,
     num_cols: tensor,
     num_blocks: tensor,
@@ -74,20 +74,20 @@ def lane_products(
     packed: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
-    block_lanes: constexpr,
+    block_outputs: constexpr,
 ) -> tensor:
-    """Return a tuple of (block_lanes,) fp32: the lanes' products with each token's row of x."""
-    sums = (tl.full((block_chunks, block_lanes), 0.0, dtype=tl.float32),) * num_tokens
+    """Return a tuple of (block_outputs,) fp32: the outputs' products with each token's row of x."""
+    sums = (tl.full((block_chunks, block_outputs), 0.0, dtype=tl.float32),) * num_tokens
     for start in range(0, num_chunks, block_chunks):
         chunk = start + tl.arange(0, block_chunks)
-        low, high = load_words(data, block, lane, chunk, num_blocks, num_chunks, table, packed)
+        low, high = load_words(data, block, offset, chunk, num_blocks, num_chunks, table, packed)
         parts, totals = _chunk_sums(
             low, high, x, rows, chunk, table, num_cols, packed, num_tokens, block_chunks,
-            block_lanes,
+            block_outputs,
         )  # fmt: skip
         if packed.chunks_per_group > 0:
             scale, minimum = load_scales(
-                data, scales, block, lane, chunk, num_blocks, num_chunks, packed
+                data, scales, block, offset, chunk, num_blocks, num_chunks, packed
             )
         new_sums = ()
         for token in tl.static_range(num_tokens):
@@ -111,18 +111,18 @@ def _products(
     x: tensor,
     rows: tensor,
     block: tensor,
-    lane: tensor,
+    offset: tensor,
     table: tensor,
     packed: constexpr,
     extent: constexpr,
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> tensor:
-    """Return the products of the expert at `address`; see `lane_products`."""
+    """Return the products of the expert at `address`; see `output_products`."""
     data = section(address, extent.data_offset, tl.int32)
     scales = scale_section(address, extent.scales_offset, packed)
-    return lane_products(
-        data, scales, x, rows, block, lane, table, extent.num_cols, extent.num_blocks,
+    return output_products(
+        data, scales, x, rows, block, offset, table, extent.num_cols, extent.num_blocks,
         extent.num_chunks, packed, num_tokens, block_chunks, 32,
     )  # fmt: skip
 
@@ -134,19 +134,19 @@ def _store_up(
     address: tensor,
     first: tensor,
     count: tensor,
-    lanes: tensor,
+    outputs: tensor,
     extent: constexpr,
     epilogue: constexpr,
     num_tokens: constexpr,
 ) -> None:
-    """Write the activation of the lanes' products of each token; see `vector_up`."""
-    block, lane = lanes // 16, lanes % 16
+    """Write the activation of the outputs' products of each token; see `vector_up`."""
+    block, offset = outputs // 16, outputs % 16
     num_rows: constexpr = extent.num_rows
     for token in tl.static_range(num_tokens):
         values = products[token]
         if extent.bias_offset >= 0:
             bias = section(address, extent.bias_offset, tl.float32)
-            values += load_bias(bias, block, lane, extent.num_blocks)
+            values += load_bias(bias, block, offset, extent.num_blocks)
         row = (first + token).to(tl.int64)
         is_real = count > token
         if epilogue.is_gated:
@@ -164,8 +164,8 @@ def _store_up(
         else:
             if epilogue.activation == RELU2:
                 values = relu2(values)
-            at = inner + row * num_rows + lanes
-            tl.store(at, values.to(inner.dtype.element_ty), mask=is_real & (lanes < num_rows))
+            at = inner + row * num_rows + outputs
+            tl.store(at, values.to(inner.dtype.element_ty), mask=is_real & (outputs < num_rows))
 
 
 @triton.jit(do_not_specialize_on_alignment=TABLES)
@@ -182,12 +182,12 @@ def vector_up(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Write activation(up projection) of 32 lanes: inner (n_rows, num_rows).
+    """Write activation(up projection) of 32 outputs: inner (n_rows, num_rows).
 
-    A program is (32 lanes, expert); experts at address 0 are skipped. `num_rows` is the
+    A program is (32 outputs, expert); experts at address 0 are skipped. `num_rows` is the
     intermediate size; with PLAIN gated experts inner is (n_rows, 2 * num_rows), the gate first.
     """
-    lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
+    outputs = tl.program_id(0) * 32 + tl.arange(0, 32)
     expert = tl.program_id(1)
     address = tl.load(addresses + expert)
     if address != 0:
@@ -198,10 +198,10 @@ def vector_up(
             row = first + tl.minimum(count - 1, token)
             rows = rows + (tl.load(row_token + row).to(tl.int64),)
         products = _products(
-            address, hidden, rows, lanes // 16, lanes % 16, table, packed, extent, num_tokens,
+            address, hidden, rows, outputs // 16, outputs % 16, table, packed, extent, num_tokens,
             block_chunks,
         )  # fmt: skip
-        _store_up(inner, products, address, first, count, lanes, extent, epilogue, num_tokens)
+        _store_up(inner, products, address, first, count, outputs, extent, epilogue, num_tokens)
 
 
 @triton.jit(do_not_specialize_on_alignment=TABLES)
@@ -216,9 +216,9 @@ def vector_down(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Write the down projection of 32 lanes: out (n_rows, hidden_size) fp32."""
-    lanes = tl.program_id(0) * 32 + tl.arange(0, 32)
-    block, lane = lanes // 16, lanes % 16
+    """Write the down projection of 32 outputs: out (n_rows, hidden_size) fp32."""
+    outputs = tl.program_id(0) * 32 + tl.arange(0, 32)
+    block, offset = outputs // 16, outputs % 16
     num_rows: constexpr = extent.num_rows
     expert = tl.program_id(1)
     address = tl.load(addresses + expert)
@@ -228,12 +228,12 @@ def vector_down(
         for token in tl.static_range(num_tokens):
             rows = rows + ((first + tl.minimum(count - 1, token)).to(tl.int64),)
         products = _products(
-            address, inner, rows, block, lane, table, packed, extent, num_tokens, block_chunks
+            address, inner, rows, block, offset, table, packed, extent, num_tokens, block_chunks
         )
         for token in tl.static_range(num_tokens):
             values = products[token]
             if extent.bias_offset >= 0:
                 bias = section(address, extent.bias_offset, tl.float32)
-                values += load_bias(bias, block, lane, extent.num_blocks)
-            at = out + (first + token).to(tl.int64) * num_rows + lanes
-            tl.store(at, values, mask=(count > token) & (lanes < num_rows))
+                values += load_bias(bias, block, offset, extent.num_blocks)
+            at = out + (first + token).to(tl.int64) * num_rows + outputs
+            tl.store(at, values, mask=(count > token) & (outputs < num_rows))

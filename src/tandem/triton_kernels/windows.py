@@ -79,10 +79,10 @@ def _places(
     if ratio > 0:
         number = key - in_window
         if has_chosen:
-            is_beside = (number >= 0) & (key < end)
-            number = tl.load(chosen + number, mask=is_beside, other=-1).to(tl.int32)
-        beside = tl.where(number >= 0, ring + number, -1)
-        place = tl.where(key < in_window, place, beside)
+            is_compressed = (number >= 0) & (key < end)
+            number = tl.load(chosen + number, mask=is_compressed, other=-1).to(tl.int32)
+        compressed = tl.where(number >= 0, ring + number, -1)
+        place = tl.where(key < in_window, place, compressed)
     return tl.where(key < end, place, -1)
 
 

@@ -102,9 +102,9 @@ def test_blocks_of_gate_and_up_take_turns() -> None:
     words = layout.up.of(memory).view(torch.bfloat16).view(-1, fmt.padded_cols(HIDDEN) // 2, 16, 2)
     assert words[:, 0, 0, 0].tolist() == [1, 2, 1, 2, 1, 2]
     assert words[4:, 0, :, 0].tolist() == [[1.0] * 5 + [0.0] * 11, [2.0] * 5 + [0.0] * 11]
-    lanes = layout.up_bias.of(memory).view(torch.float32).view(-1, 16)
-    assert lanes[:, 0].tolist() == [3, 4, 3, 4, 3, 4]
-    assert lanes[4:].tolist() == [[3.0] * 5 + [0.0] * 11, [4.0] * 5 + [0.0] * 11]
+    biases = layout.up_bias.of(memory).view(torch.float32).view(-1, 16)
+    assert biases[:, 0].tolist() == [3, 4, 3, 4, 3, 4]
+    assert biases[4:].tolist() == [[3.0] * 5 + [0.0] * 11, [4.0] * 5 + [0.0] * 11]
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

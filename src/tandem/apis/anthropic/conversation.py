@@ -179,10 +179,10 @@ def _choice(choice: AnthropicChoice) -> str | ToolChoice:
 
 
 def _format(body: CountTokensRequest) -> ResponseFormat | None:
-    wanted: OutputFormat | None = body.output_format
+    output_format: OutputFormat | None = body.output_format
     if body.output_config is not None and body.output_config.format is not None:
-        wanted = body.output_config.format
-    if wanted is None:
+        output_format = body.output_config.format
+    if output_format is None:
         return None
-    form = JsonSchema.model_construct(json_schema=wanted.json_schema, strict=True)
+    form = JsonSchema.model_construct(json_schema=output_format.json_schema, strict=True)
     return ResponseFormat.model_construct(type="json_schema", json_schema=form)

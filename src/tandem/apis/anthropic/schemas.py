@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from tandem.apis.reading import Body, Unsupported, tools_of_kind
-from tandem.apis.schemas import Asked
+from tandem.apis.schemas import RequestBody
 
 _Json = dict[str, object]
 _Id = Annotated[str, Field(max_length=256)]
@@ -148,7 +148,7 @@ class OutputConfig(Body):
     task_budget: object = None
 
 
-class CountTokensRequest(Asked):
+class CountTokensRequest(RequestBody):
     """The body of /v1/messages/count_tokens."""
 
     unsupported = _UNSUPPORTED

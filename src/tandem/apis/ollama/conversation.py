@@ -37,7 +37,7 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
         tools=[_tool(tool) for tool in body.tools or ()] or None,
         continue_final_message=True if is_begun else None,
     )
-    return _asked(chat, body)
+    return _with_shared_fields(chat, body)
 
 
 def generated_chat(body: OllamaGenerateRequest) -> ChatRequest:
@@ -45,7 +45,7 @@ def generated_chat(body: OllamaGenerateRequest) -> ChatRequest:
     system = [OllamaMessage.model_construct(role="system", content=body.system)]
     user = OllamaMessage.model_construct(role="user", content=body.prompt, images=body.images)
     messages = [*(system if body.system else []), user]
-    return _asked(ChatRequest.model_construct(messages=list(_turns(messages))), body)
+    return _with_shared_fields(ChatRequest.model_construct(messages=list(_turns(messages))), body)
 
 
 def raw_completion(body: OllamaGenerateRequest) -> CompletionRequest:
@@ -61,7 +61,7 @@ def raw_completion(body: OllamaGenerateRequest) -> CompletionRequest:
     return completion
 
 
-def _asked(chat: ChatRequest, body: OllamaRequest) -> ChatRequest:
+def _with_shared_fields(chat: ChatRequest, body: OllamaRequest) -> ChatRequest:
     """Set a chat's fields that all of Ollama's bodies share, and return the chat."""
     _take_options(chat, body.options or OllamaOptions.model_construct())
     chat.response_format = _format(body)
@@ -73,14 +73,14 @@ def _asked(chat: ChatRequest, body: OllamaRequest) -> ChatRequest:
     return chat
 
 
-def _take_options(asked: Sampling, options: OllamaOptions) -> None:
-    asked.max_tokens = options.num_predict if (options.num_predict or 0) > 0 else None
-    asked.seed = options.seed if (options.seed or 0) >= 0 else None
-    asked.temperature, asked.stop = options.temperature, options.stop or None
-    asked.top_k, asked.top_p, asked.min_p = options.top_k, options.top_p, options.min_p
-    asked.repeat_penalty = options.repeat_penalty
-    asked.presence_penalty = options.presence_penalty
-    asked.frequency_penalty = options.frequency_penalty
+def _take_options(sampling: Sampling, options: OllamaOptions) -> None:
+    sampling.max_tokens = options.num_predict if (options.num_predict or 0) > 0 else None
+    sampling.seed = options.seed if (options.seed or 0) >= 0 else None
+    sampling.temperature, sampling.stop = options.temperature, options.stop or None
+    sampling.top_k, sampling.top_p, sampling.min_p = options.top_k, options.top_p, options.min_p
+    sampling.repeat_penalty = options.repeat_penalty
+    sampling.presence_penalty = options.presence_penalty
+    sampling.frequency_penalty = options.frequency_penalty
 
 
 def _format(body: OllamaRequest) -> ResponseFormat | None:

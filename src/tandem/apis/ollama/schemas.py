@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tandem.apis.reading import Body, Unsupported, sentence
-from tandem.apis.schemas import Asked, FunctionDefinition
+from tandem.apis.schemas import FunctionDefinition, RequestBody
 
 _Json = dict[str, object]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -75,7 +75,7 @@ class OllamaOptions(Body):
     mirostat_eta: float | None = None
 
 
-class OllamaBody(Asked):
+class OllamaBody(RequestBody):
     """The field that all of Ollama's bodies share: the model's name, perhaps with a tag."""
 
     @field_validator("model", mode="after")

@@ -102,8 +102,8 @@ class _Messages:
         answer = self.found[-1]
         if isinstance(item, CallItem | CustomCallItem):
             name = flat_name(item.name, item.namespace)
-            given = item.arguments if isinstance(item, CallItem) else as_arguments(item.input)
-            function = FunctionCall.model_construct(name=name, arguments=given)
+            arguments = item.arguments if isinstance(item, CallItem) else as_arguments(item.input)
+            function = FunctionCall.model_construct(name=name, arguments=arguments)
             call = ToolCall.model_construct(id=item.call_id, function=function)
             answer.tool_calls = [*(answer.tool_calls or ()), call]
         elif isinstance(item, ReasoningItem):
@@ -157,20 +157,22 @@ def _tools(body: CountRequest) -> tuple[list[Tool], str | ToolChoice | None]:
         names = {flat_name(tool.name, tool.namespace) for tool in choice.tools}
         return [tool for name, tool in described.items() if name in names], choice.mode
     if isinstance(choice, NamedTool):
-        wanted = ToolName.model_construct(name=flat_name(choice.name, choice.namespace))
-        chosen = ToolChoice.model_construct(type="function", function=wanted)
+        function = ToolName.model_construct(name=flat_name(choice.name, choice.namespace))
+        chosen = ToolChoice.model_construct(type="function", function=function)
         return [*described.values()], chosen
     return [*described.values()], choice
 
 
-def _format(wanted: TextFormat | None) -> ResponseFormat | None:
-    if wanted is None or wanted.type == "text":
+def _format(text_format: TextFormat | None) -> ResponseFormat | None:
+    if text_format is None or text_format.type == "text":
         return None
-    if wanted.type == "json_object":
+    if text_format.type == "json_object":
         return ResponseFormat.model_construct(type="json_object")
-    if wanted.json_schema is None:
+    if text_format.json_schema is None:
         raise ApiError(400, "text.format json_schema needs a schema", param="text.format.schema")
     form = JsonSchema.model_construct(
-        name=wanted.name or "answer", json_schema=wanted.json_schema, strict=wanted.strict
+        name=text_format.name or "answer",
+        json_schema=text_format.json_schema,
+        strict=text_format.strict,
     )
     return ResponseFormat.model_construct(type="json_schema", json_schema=form)

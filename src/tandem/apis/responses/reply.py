@@ -60,8 +60,8 @@ class ResponseReply(Reply):
 
     def failed(self, error: ApiError) -> Event:
         """Return the event that ends a stream which failed."""
-        said = {"code": error.code or "server_error", "message": str(error)}
-        response = {**self._response("failed"), "error": said}
+        failure = {"code": error.code or "server_error", "message": str(error)}
+        response = {**self._response("failed"), "error": failure}
         return self._event("response.failed", response=response)
 
     def whole(self) -> _Json:
@@ -213,7 +213,7 @@ def _head(body: ResponsesRequest, model: str) -> _Json:
         "instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user",
         *defaults,
     )  # fmt: skip
-    given = body.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(names))
+    fields = body.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(names))
     return {
         "id": new_id("resp", "_"),
         "object": "response",
@@ -225,5 +225,5 @@ def _head(body: ResponsesRequest, model: str) -> _Json:
         "model": model,
         "output": [],
         "usage": None,
-        **{name: given.get(name, defaults.get(name)) for name in names},
+        **{name: fields.get(name, defaults.get(name)) for name in names},
     }

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from tandem.apis.reading import Body, Unsupported, tools_of_kind
-from tandem.apis.schemas import Asked
+from tandem.apis.schemas import RequestBody
 
 _Json = dict[str, object]
 _Id = Annotated[str, Field(max_length=256)]
@@ -209,7 +209,7 @@ class Reasoning(Body):
     mode: str | None = None
 
 
-class CountRequest(Asked):
+class CountRequest(RequestBody):
     """The body of /v1/responses/input_tokens."""
 
     unsupported = _UNSUPPORTED

@@ -15,7 +15,7 @@ LLAMA_CPP = "llama.cpp"
 INSTALL = "pip install llama-cpp-python"
 _BENCH, _PACKAGE = "llama-bench", "llama-cpp-python"
 # llama.cpp's programs that are installed next to llama-bench.
-_BESIDE = (_BENCH, "llama-cli", "llama-server", "llama-completion")
+_SIBLINGS = (_BENCH, "llama-cli", "llama-server", "llama-completion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class Peer:
     """Whether the library is installed, which can report first choices."""
 
 
-def find_peer(wanted: str = LLAMA_CPP, path: str | None = None) -> Peer:
-    """Return llama.cpp as installed here, or the program that `wanted` names.
+def find_peer(command: str = LLAMA_CPP, path: str | None = None) -> Peer:
+    """Return llama.cpp as installed here, or the program that `command` names.
 
-    `wanted` may have options after the program. If given, `path` is searched instead of PATH for
+    `command` may have options after the program. If given, `path` is searched instead of PATH for
     that program. Raises `ConfigError` with advice if nothing is found.
     """
     library = _library_version()
-    if wanted != LLAMA_CPP:
-        words = _words(wanted)
+    if command != LLAMA_CPP:
+        words = _words(command)
         return Peer(Path(words[0]).name, _command(words, path), library is not None)
-    program = next(filter(None, (_bench_beside(name, path) for name in _BESIDE)), None)
+    program = next(filter(None, (_sibling_bench(name, path) for name in _SIBLINGS)), None)
     if program is not None:
         return Peer(LLAMA_CPP, (program,), library is not None)
     if library is None:
@@ -67,25 +67,25 @@ def _command(words: Sequence[str], path: str | None) -> tuple[str, ...]:
     `words` begin with a program file, a directory with llama-bench, or a program in PATH. Raises
     `ConfigError` if the program does not exist.
     """
-    given = Path(words[0]).expanduser()
-    given = given / _BENCH if given.is_dir() else given
+    chosen = Path(words[0]).expanduser()
+    chosen = chosen / _BENCH if chosen.is_dir() else chosen
     # A path is not looked up in PATH. It must be made absolute because `Path` drops a leading "./".
-    named = str(given.absolute() if os.sep in words[0] else given)
+    named = str(chosen.absolute() if os.sep in words[0] else chosen)
     program = shutil.which(named, path=path)
     if program is None:
         raise ConfigError(
             f"there is no program {words[0]!r}; name {LLAMA_CPP}, or a program with {_BENCH}'s "
             "options"
         )
-    if Path(program).name != _BENCH and (bench := _bench_beside(program, path)) is not None:
+    if Path(program).name != _BENCH and (bench := _sibling_bench(program, path)) is not None:
         program = bench
     return (program, *words[1:])
 
 
-def _bench_beside(name: str, path: str | None) -> str | None:
+def _sibling_bench(name: str, path: str | None) -> str | None:
     """Return the llama-bench in the directory of a llama.cpp program; None if it does not exist."""
     program = shutil.which(name, path=path)
-    if program is None or Path(program).name not in _BESIDE:
+    if program is None or Path(program).name not in _SIBLINGS:
         return None
     return shutil.which(str(Path(os.path.realpath(program)).parent / _BENCH))
 

@@ -184,16 +184,16 @@ def llama_cpp_isa() -> str:
     import llama_cpp
 
     llama_cpp.llama_cpp.llama_backend_init()
-    told = llama_cpp.llama_cpp.llama_print_system_info().decode()
-    return widest_isa(told)
+    system_info = llama_cpp.llama_cpp.llama_print_system_info().decode()
+    return widest_isa(system_info)
 
 
-def widest_isa(told: str) -> str:
+def widest_isa(system_info: str) -> str:
     """Return the widest instruction set in llama.cpp's system information: `AVX2 = 1 | ...`.
 
     AMX is ignored, because `_refuse_amx` disables it.
     """
-    flags = [flag.rpartition(":")[2].partition("=") for flag in told.split("|")]
+    flags = [flag.rpartition(":")[2].partition("=") for flag in system_info.split("|")]
     here = {name.strip() for name, _, value in flags if value.strip() == "1"}
     order = ("AVX512", "AVX_VNNI", "AVX2", "AVX")
     return next((name for name in order if name in here), "no vectors")

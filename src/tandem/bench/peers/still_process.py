@@ -34,7 +34,7 @@ class StillProcess:
         self._process.start()
         theirs.close()
         try:
-            self.said = self._receive(seconds)
+            self.prepared = self._receive(seconds)
         except OSError:
             self.close()
             raise
@@ -90,8 +90,8 @@ def _serve(connection: Connection, prepare: Prepare, arguments: tuple[object, ..
     """Answer until the other side closes the connection; an error is sent as its message."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process reports what Ctrl-C ended
     try:
-        said, answer = prepare(*arguments)
-        connection.send(said)
+        prepared, answer = prepare(*arguments)
+        connection.send(prepared)
         while True:
             connection.send(answer(connection.recv()))
     except EOFError:

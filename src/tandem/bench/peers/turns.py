@@ -24,7 +24,7 @@ Tell = Callable[[str, int, Speeds], None]
 
 def _prepared(make: Maker, setting: Setting) -> tuple[bool, Callable[[Any], object]]:
     system = make(setting)
-    return True, lambda asked: asked(system)
+    return True, lambda call: call(system)
 
 
 class Turns:
@@ -41,8 +41,8 @@ class Turns:
 
     def choices(self, name: str, ids: Sequence[int]) -> list[Choice]:
         """Let one system, a `Chooser`, return its first choices for a text."""
-        asked = methodcaller("choices", list(ids))
-        found: list[Choice] = self._processes[name].ask(asked, _SECONDS)
+        call = methodcaller("choices", list(ids))
+        found: list[Choice] = self._processes[name].ask(call, _SECONDS)
         return found
 
     def peak_bytes(self, name: str) -> int:

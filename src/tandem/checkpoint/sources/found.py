@@ -73,12 +73,14 @@ class Found:
         self.parts.update(weight.parts)
 
 
-def checked_group_size(files: TensorFiles, prefix: str, said: int, rows: int, cols: int) -> int:
-    """Return how many inputs share a scale: the config's `said`, or all if that is 0 or less.
+def checked_group_size(
+    files: TensorFiles, prefix: str, configured: int, rows: int, cols: int
+) -> int:
+    """Return how many inputs share a scale: `configured`, or all if that is 0 or less.
 
     Raises `ModelError` if the shape of the scales contradicts the group size.
     """
-    group_size = cols if said <= 0 else said
+    group_size = cols if configured <= 0 else configured
     shape = files.shape(f"{prefix}.scales")
     if cols % group_size or shape != (cols // group_size, rows):
         raise ModelError(

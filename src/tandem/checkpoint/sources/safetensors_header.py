@@ -68,7 +68,7 @@ def _entries(
     if not isinstance(header, dict):
         raise DamagedJsonError(f"it holds {shown(header)}, expected an object")
     _require_metadata(header.pop("__metadata__", {}))
-    entries = {name: _entry(file, header_bytes, name, said) for name, said in header.items()}
+    entries = {name: _entry(file, header_bytes, name, fields) for name, fields in header.items()}
     at = 0
     for name, entry in sorted(entries.items(), key=lambda one: (one[1].first, one[1].num_bytes)):
         if entry.first - header_bytes != at:
@@ -89,13 +89,13 @@ def _require_metadata(metadata: object) -> None:
         raise DamagedJsonError(f"__metadata__ is {shown(metadata)}, expected texts by name")
 
 
-def _entry(file: Path, header_bytes: int, name: str, said: object) -> TensorEntry:
+def _entry(file: Path, header_bytes: int, name: str, fields: object) -> TensorEntry:
     """Return a tensor's entry in a header."""
     if len(name) > _LONGEST_NAME or not name.isprintable():
         raise DamagedJsonError(f"a tensor is called {shown(name)}")
-    if not isinstance(said, dict):
-        raise DamagedJsonError(f"{name} is {shown(said)}, expected an object")
-    dtype, shape, offsets = (said.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(fields, dict):
+        raise DamagedJsonError(f"{name} is {shown(fields)}, expected an object")
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _BITS:
         expected = ", ".join(_BITS)
         raise DamagedJsonError(f"of {name} dtype is {shown(dtype)}, expected one of {expected}")

@@ -129,7 +129,7 @@ def _fused(graph: Graph, group: list[Operation], sources: list[Ref]) -> Operatio
     result = graph.tensor(made[-1])
     shape, dtype = tuple(result.shape), result.dtype
 
-    def call(*given: Tensor) -> Tensor:
-        return chain(given, steps, shape, dtype)
+    def call(*tensors: Tensor) -> Tensor:
+        return chain(tensors, steps, shape, dtype)
 
     return Operation(call, tuple(sources), {}, [made[-1]], "chain", list(sources))

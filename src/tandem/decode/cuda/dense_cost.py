@@ -26,7 +26,7 @@ from tandem.hf.lookahead.warm_up import NoExperts, warm_up_ids
 from tandem.kv_cache.base import NotInSlotsError
 from tandem.policy.cost import SEGMENTS, HardwareProfile, HostCosts, interpolate
 
-STEP_ROWS = (1, 8)
+STEP_TOKENS = (1, 8)
 _PROMPT_TOKENS, _STEPS_BEFORE, _STEPS = 16, 8, 12
 
 
@@ -50,7 +50,7 @@ class _NoLayers:
     ) -> Tensor:
         return torch.zeros_like(hidden)
 
-    def hear(self, layer: int, hidden: Tensor) -> bool:
+    def take_router_input(self, layer: int, hidden: Tensor) -> bool:
         return True
 
     def around(self) -> AbstractContextManager[None]:
@@ -75,17 +75,17 @@ def with_captured_steps(
     again afterwards.
     """
     bind_all(bound, _HandOver(store, device))
-    found = [_step_seconds(model, n, make_capture, _NoLayers()) for n in STEP_ROWS]
+    found = [_step_seconds(model, n, make_capture, _NoLayers()) for n in STEP_TOKENS]
     in_segments = _step_seconds(model, 1, make_capture) if None not in found else None
     gc.collect()  # slots and their steps know each other, and their memory is counted next
     seconds = [each / len(store) for each in found if each is not None]
-    if len(seconds) < len(STEP_ROWS) or in_segments is None:
+    if len(seconds) < len(STEP_TOKENS) or in_segments is None:
         return profile
     breaks = max(0.0, in_segments / len(store) - seconds[0])
     (shape,) = profile.shapes
     dense = tuple(
-        interpolate(STEP_ROWS, seconds, tokens)
-        if tokens <= STEP_ROWS[-1]
+        interpolate(STEP_TOKENS, seconds, tokens)
+        if tokens <= STEP_TOKENS[-1]
         else max(seconds[-1], before)
         for tokens, before in zip(shape.tokens, shape.dense_seconds, strict=True)
     )

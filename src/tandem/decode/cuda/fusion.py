@@ -109,9 +109,9 @@ def _repeated_keys(graph: Graph) -> Iterator[Found]:
         found = [each for each in repeats if each is not None and each.args[2:] == (2,)]
         if len(found) != 2 or found[0].args[1] != found[1].args[1]:
             continue
-        before, behind = _QUERY_AND_KEY.start, _QUERY_AND_KEY.stop
+        before, after = _QUERY_AND_KEY.start, _QUERY_AND_KEY.stop
         whole = (repeat.args[0] for repeat in found)
-        args = (*recur.args[:before], *whole, *recur.args[behind:])
+        args = (*recur.args[:before], *whole, *recur.args[after:])
         fused = Operation(
             _of_few_keys(recur.function), args, recur.kwargs, recur.outputs, "recur",
             [ref for ref in args if isinstance(ref, Ref)], has_effects=True,

@@ -86,7 +86,7 @@ class GraphLayers(Protocol):
     ) -> Tensor | None:
         """Queue a layer; None if it needs a graph break."""
 
-    def hear(self, layer: int, hidden: Tensor) -> bool:
+    def take_router_input(self, layer: int, hidden: Tensor) -> bool:
         """Take a layer's router input; False: the host must be called between segments instead."""
 
     def around(self) -> AbstractContextManager[None]:
@@ -129,7 +129,7 @@ class _DryRun:
     def call(
         self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]
     ) -> Tensor | None:
-        if kind == ROUTER_INPUT and _is_heard(self._layers, args):
+        if kind == ROUTER_INPUT and _takes_router_input(self._layers, args):
             return None
         if kind not in _BREAKS:
             return function(*args)
@@ -155,7 +155,7 @@ class _GraphBreaker:
         self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]
     ) -> Tensor | None:
         if kind == ROUTER_INPUT:
-            if not _is_heard(self._layers, args):
+            if not _takes_router_input(self._layers, args):
                 self._first += (partial(function, *args),)
             return None
         if kind not in _BREAKS:
@@ -210,9 +210,9 @@ def _padded(args: tuple[object, ...], pad: Pad) -> ExpertsArguments:
     return layer, hidden, pad(index), weights, functions
 
 
-def _is_heard(layers: GraphLayers | None, args: tuple[Any, ...]) -> bool:
+def _takes_router_input(layers: GraphLayers | None, args: tuple[Any, ...]) -> bool:
     layer, hidden, _ = args
-    return layers is not None and layers.hear(layer, hidden)
+    return layers is not None and layers.take_router_input(layer, hidden)
 
 
 def _handed_over(

@@ -47,9 +47,9 @@ class HandedGraph:
             raise RuntimeError(f"MoE layer {layer} is not as it was when the model was loaded")
         return result
 
-    def hear(self, layer: int, hidden: Tensor) -> bool:
+    def take_router_input(self, layer: int, hidden: Tensor) -> bool:
         """Take a layer's router input, on which the next layer's router is run ahead."""
-        self._layers.hear(layer, hidden)
+        self._layers.take_router_input(layer, hidden)
         return True
 
     def around(self) -> AbstractContextManager[None]:

@@ -37,9 +37,9 @@ def _joined(graph: Graph, operations: list[Operation]) -> Iterator[Found]:
 
     group: list[Operation] = []
     for operation in operations:
-        num_rows = len(graph.tensor(operation.args[0]))
+        num_tokens = len(graph.tensor(operation.args[0]))
         weights = [_weight(graph, each) for each in (*group[:1], operation)]
-        if len(group) == MOST_TOGETHER or not can_join(num_rows, *weights):
+        if len(group) == MOST_TOGETHER or not can_join(num_tokens, *weights):
             yield from _found(graph, group)
             group = []
         group.append(operation)

@@ -58,7 +58,7 @@ class GraphedLayers:
         self._chosen[layer] = index
         return self._layers.execute(layer, hidden, index, weights, functions)
 
-    def hear(self, layer: int, hidden: Tensor) -> bool:
+    def take_router_input(self, layer: int, hidden: Tensor) -> bool:
         """Return True and do nothing: with all experts resident, no router is run ahead."""
         return True
 
@@ -89,10 +89,10 @@ class GraphedLayers:
         self._hosts.rotate()
         host = self._hosts[0]
 
-        def bring() -> None:
+        def copy() -> None:
             host.copy_(chosen, non_blocking=True)
 
-        streams.run(Stream.COMPUTE, bring)
+        streams.run(Stream.COMPUTE, copy)
         assert self._begin is not None
         end = streams.record(Stream.COMPUTE, is_timed=True)
         self._replays.append(_Replay(self._begin, end, host))

@@ -132,7 +132,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         with _on(self._device):
             self._steps.follow_executor()
             self.cache.begin_decode({slot: len(new) for slot, new in tokens.items()}, count)
-            self._steps.inputs_of(count).bring(ids)
+            self._steps.inputs_of(count).upload(ids)
             executor = self._model.executor
             self._token_routed.expect(ids, executor)
             if executor is not None:
@@ -169,7 +169,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         """Append a prompt's tokens in a step of `size`; return the logits after the last."""
         self._steps.follow_executor()
         self.cache.begin_prompt_step(slot, len(tokens), size)
-        self._steps.inputs_of(size).bring(tokens)
+        self._steps.inputs_of(size).upload(tokens)
         self._announce(tokens)
         logits = self._steps.run(self._steps.at(size, of_prompt=True))
         self.cache.commit()

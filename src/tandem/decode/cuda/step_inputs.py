@@ -20,7 +20,7 @@ class StepInputs:
         room_for_hidden: Callable[[int], Tensor | None],
     ) -> None:
         """Allocate the inputs. Rows of embeddings in host memory are read on the host."""
-        self._num_idle = 0
+        self._num_padding = 0
         self.hidden = room_for_hidden(size)
         """The output head's input, (n_tokens, width), if it is recorded."""
         with torch.inference_mode(False):
@@ -43,13 +43,13 @@ class StepInputs:
         """All input tensors."""
         return [self.ids, self.idle, self.last, *([] if self.embedded is None else [self.embedded])]
 
-    def bring(self, ids: Sequence[int]) -> None:
+    def upload(self, ids: Sequence[int]) -> None:
         """Queue the copy of a step's token ids to the device; padding tokens fill the step."""
-        size, num_idle = len(self.ids), len(self.ids) - len(ids)
-        whole = [*ids, *[0] * num_idle]
-        self._host_ids.bring(whole)
-        self._rows.bring(whole)
-        if num_idle != self._num_idle:
-            self._num_idle = num_idle
-            self._host_idle.bring([-(place >= len(ids)) for place in range(size)])
-            self._host_last.bring([len(ids) - 1])
+        size, num_padding = len(self.ids), len(self.ids) - len(ids)
+        whole = [*ids, *[0] * num_padding]
+        self._host_ids.upload(whole)
+        self._rows.upload(whole)
+        if num_padding != self._num_padding:
+            self._num_padding = num_padding
+            self._host_idle.upload([-(place >= len(ids)) for place in range(size)])
+            self._host_last.upload([len(ids) - 1])

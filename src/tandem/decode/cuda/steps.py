@@ -172,7 +172,7 @@ class Steps:
         """
         each = dict.fromkeys(range(count), 1)
         self._cache.begin_decode(each, count)
-        self.inputs_of(count).bring([0] * count)
+        self.inputs_of(count).upload([0] * count)
         with intercepted(Announced()):
             self.compute(count)  # makes what is made on first use
             if self._records:

@@ -105,12 +105,12 @@ def _load_layer(
     options = dataclasses.asdict(runtime.options)
     offload = from_mapping(OffloadConfig, {name: options[name] for name in _SAME}, where="load_mtp")
     config = _config(model, depth, stored.names)
-    head, beside = _loaded(stored, config, offload, model.dtype)
+    head, joining = _loaded(stored, config, offload, model.dtype)
     own = runtime_of(head)
     if own is not None:  # the layer has experts
         own.share(runtime.threads)
     tokens = _without_norm(_on_host(model.get_input_embeddings()))
-    embedding = _joined(head, beside, tokens, model.dtype)
+    embedding = _joined(head, joining, tokens, model.dtype)
     if has_no_norm(stored.names):
         head.get_decoder().norm = nn.Identity()
     head.set_input_embeddings(embedding)
@@ -123,7 +123,7 @@ def _load_layer(
 
 
 def _joined(
-    head: PreTrainedModel, beside: Mapping[str, Tensor], tokens: nn.Module, dtype: torch.dtype
+    head: PreTrainedModel, joining: Mapping[str, Tensor], tokens: nn.Module, dtype: torch.dtype
 ) -> MtpEmbedding:
     """Return the module that joins a token with the previous hidden state, for a layer's model.
 
@@ -131,7 +131,7 @@ def _joined(
     """
     decoder, streams = head.get_decoder(), num_streams(head.config)
     parts: dict[str, nn.Module] = {}
-    for name, weight in beside.items():
+    for name, weight in joining.items():
         part = name.removesuffix(".weight")
         if weight.dim() == 1:
             parts[part] = copy.deepcopy(decoder.norm)
@@ -256,7 +256,7 @@ def _loaded(
         mine = {"quantization_config": offload}
     else:
         mine, state = {}, _taken_apart({name: _values(x) for name, x in state.items()})
-    beside = {n: _values(state.pop(n)) for n in list(state) if n.startswith(JOINING)}
+    joining = {n: _values(state.pop(n)) for n in list(state) if n.startswith(JOINING)}
     replaced = _REPLACED + ((_FINAL_NORM,) if has_no_norm(stored.names) else ())
     for name, weight in module.state_dict().items():
         if name.startswith(replaced):
@@ -268,7 +268,7 @@ def _loaded(
             output_loading_info=True, ignore_mismatched_sizes=True, **mine,
         )  # fmt: skip
     require_own_weights(stored.path, head, report, is_whole=False)
-    return head, beside
+    return head, joining
 
 
 def _taken_apart(state: Mapping[str, Tensor]) -> dict[str, object]:

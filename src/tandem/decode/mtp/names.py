@@ -106,18 +106,20 @@ def has_no_norm(names: Iterable[str]) -> bool:
 
 def _names_of(names: Iterable[str], num_layers: int, depth: int) -> dict[str, str]:
     """Return the names for one MTP layer; empty if it is incomplete."""
-    behind = re.compile(rf"^(?:model\.)?(?:language_model\.)?layers\.{num_layers + depth}\.(.+)$")
+    after_layers = re.compile(
+        rf"^(?:model\.)?(?:language_model\.)?layers\.{num_layers + depth}\.(.+)$"
+    )
     under = re.compile(
-        rf"^(?:model\.)?mtp\.(?:layers\.{depth}\.(?P<layer>.+)|(?!layers\.)(?P<beside>.+))$"
+        rf"^(?:model\.)?mtp\.(?:layers\.{depth}\.(?P<layer>.+)|(?!layers\.)(?P<joining>.+))$"
     )
     found = {}
     for name in names:
         inside = None
-        if match := behind.match(name):
+        if match := after_layers.match(name):
             inside = _renamed(match[1], _PARTS) or f"model.layers.0.{match[1]}"
         elif match := under.match(name):
             layer = match["layer"]
-            part = layer or match["beside"]
+            part = layer or match["joining"]
             inside = _renamed(part, _PARTS) or (
                 layer and f"model.layers.0.{_OWN.get(layer, layer)}"
             )

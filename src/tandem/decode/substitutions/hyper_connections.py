@@ -145,13 +145,13 @@ class _Weights:
     def __add__(self, other: object) -> Tensor:
         """Add the mixed streams to the weighted output."""
         if isinstance(other, _Weights) and other.back is self.back:
-            y = self._output_beside(other)
+            y = self._matched_output(other)
             if y is not None:
                 return self.back.kernels.mix_out(y, self.back.weights, self.back.streams)
         result: Tensor = self.tensor + _tensor_of(other)
         return result
 
-    def _output_beside(self, mixed: "_Weights") -> Tensor | None:
+    def _matched_output(self, mixed: "_Weights") -> Tensor | None:
         """Return the layer's output if the recorded steps match the native operation; else None."""
         streams, dtype = self.back.streams, self.back.streams.dtype
         match self.steps, mixed.steps:

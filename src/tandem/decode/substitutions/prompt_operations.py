@@ -261,11 +261,11 @@ def _softmax(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object
 
 def _greatest(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object:
     x, *rest = args
-    given = dict(zip(("k", "dim", "largest", "sorted"), rest, strict=False)) | dict(kwargs)
-    if not _has_rows(x) or given.keys() - _GREATEST_KEYS:
+    options = dict(zip(("k", "dim", "largest", "sorted"), rest, strict=False)) | dict(kwargs)
+    if not _has_rows(x) or options.keys() - _GREATEST_KEYS:
         return None
-    count = given.get("k")
-    if not is_last(given.get("dim", -1), x) or not given.get("largest", True):
+    count = options.get("k")
+    if not is_last(options.get("dim", -1), x) or not options.get("largest", True):
         return None
     if type(count) is not int or count > x.shape[-1]:
         return None
@@ -281,15 +281,15 @@ _GREATEST_KEYS = {"k", "dim", "largest", "sorted"}
 def _reduction(name: str) -> Native:
     def native(ops: PromptOperations, args: Arguments, kwargs: Keywords) -> object:
         x, *rest = args
-        given = dict(zip(("dim", "keepdim"), rest, strict=False)) | dict(kwargs)
-        dims = given.pop("dim", None)
+        options = dict(zip(("dim", "keepdim"), rest, strict=False)) | dict(kwargs)
+        dims = options.pop("dim", None)
         (dim,) = dims if isinstance(dims, list | tuple) and len(dims) == 1 else (dims,)
-        if type(dim) is not int or given.keys() - {"keepdim"} or not _has_rows(x):
+        if type(dim) is not int or options.keys() - {"keepdim"} or not _has_rows(x):
             return None
         shape = [1 if d == dim % x.dim() else size for d, size in enumerate(x.shape)]
         out = torch.empty(shape, dtype=x.dtype, device="cpu")
         ops.run(lambda program: add_reduction(program, _REDUCTIONS[name], dim, x, out))
-        return out if given.get("keepdim") else out.squeeze(dim)
+        return out if options.get("keepdim") else out.squeeze(dim)
 
     return native
 

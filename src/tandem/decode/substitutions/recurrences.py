@@ -27,7 +27,7 @@ def _convolve_prompt(
     **kwargs: object,
 ) -> Tensor | None:
     cache = current_cache()
-    handle = None if cache is None else cache.states_asked_for
+    handle = None if cache is None else cache.requested_state
     if handle is None:
         return None
     return _convolve(handle, hidden_states, weight, bias, activation)
@@ -42,7 +42,7 @@ def _convolve_token(
 ) -> Tensor | None:
     if not isinstance(conv_state, StateHandle):
         return None
-    conv_state.cache.states_asked_for = conv_state
+    conv_state.cache.requested_state = conv_state
     return _convolve(conv_state, hidden_states, weight, bias, activation)
 
 
@@ -186,7 +186,7 @@ def _selective_scan_prompt(
 ) -> tuple[Tensor, State] | None:
     """Mamba over (b, channels, n_tokens), with the state handle that the convolution used."""
     cache = current_cache()
-    handle = None if cache is None else cache.states_asked_for
+    handle = None if cache is None else cache.requested_state
     if handle is None or not return_last_state:
         return None
     x, steps, b, c = (part.transpose(1, 2).flatten(0, 1) for part in (hidden_states, dt, B, C))

@@ -36,12 +36,12 @@ def rotary_like(own: Function) -> Function | None:
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
         ops, on_gpu = active_operations(), turns_pairs and _has_gpu_kernels()
-        given = dict(zip(names, args, strict=False)) | kwargs
-        heads = given.get("unsqueeze_dim", 1)
-        if heads not in (1, 2) or not {*turned, "cos", "sin"} <= given.keys():
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        heads = arguments.get("unsqueeze_dim", 1)
+        if heads not in (1, 2) or not {*turned, "cos", "sin"} <= arguments.keys():
             return None
-        cos, sin = given["cos"], given["sin"]
-        parts: list[Tensor] = [given[name] for name in turned]
+        cos, sin = arguments["cos"], arguments["sin"]
+        parts: list[Tensor] = [arguments[name] for name in turned]
         if on_gpu:
             results = [_rotated_on_gpu(x, cos, sin, heads) for x in parts]
         elif ops is None:

@@ -12,7 +12,7 @@ from tandem.devices.cuda.driver import Function, open_driver
 # With smaller entries the driver may run the whole batch before it returns.
 LEAST_BYTES = 256 << 10
 # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
-_IN_STREAM_ORDER, _BESIDE_COMPUTE = 1, 1
+_IN_STREAM_ORDER, _OVERLAPS_COMPUTE = 1, 1
 
 _VERSION = 12080
 _POINTERS, _SIZES = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t)
@@ -52,7 +52,7 @@ class BatchCopy:
         """
         count = len(entries)
         pointers, sizes = ctypes.c_void_p * count, ctypes.c_size_t * count
-        attributes = _Attributes(source_access_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
+        attributes = _Attributes(source_access_order=_IN_STREAM_ORDER, flags=_OVERLAPS_COMPUTE)
         first_of_attributes, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         return self._function(
             pointers(*[entry.target for entry in entries]),

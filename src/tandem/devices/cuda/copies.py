@@ -33,7 +33,7 @@ from tandem.experts.store.held_expert import HeldExpert
 from tandem.experts.store.host_store import HostStore
 from tandem.policy.plan import Copy, Geometry
 
-# Copies ahead are queued for this much time of the link, which is longer than the time between two
+# Prefetches are queued for this much time of the link, which is longer than the time between two
 # layers.
 AHEAD_SECONDS = 5e-4
 _FEWEST_AHEAD = 2
@@ -67,13 +67,13 @@ class Link(NamedTuple):
     """The speed of copies, in bytes per second."""
 
     real: float
-    wanted: float | None = None
+    limit: float | None = None
     """The speed to which the link is limited, to imitate a slower machine; None: no limit."""
 
     @property
     def rate(self) -> float:
         """The speed in bytes per second, with the limit."""
-        return self.real if self.wanted is None else min(self.wanted, self.real)
+        return self.real if self.limit is None else min(self.limit, self.real)
 
     def pause_seconds(self, num_bytes: int) -> float:
         """Return for how many seconds the link must pause after a copy to keep to `rate`."""
@@ -141,9 +141,9 @@ class CudaCopyEngine:
         self._events = events
         self._link = link
         # With a throttled link, two streams would get twice its rate.
-        self._stream_ahead = Stream.AHEAD if link.wanted is None else Stream.FETCH
+        self._stream_ahead = Stream.AHEAD if link.limit is None else Stream.FETCH
         self._most_ahead = link.most_ahead(max(layer.image_bytes for layer in store))
-        self._num_ahead = 0  # copies ahead that are under way
+        self._num_ahead = 0  # prefetches that are under way
         self._kept: deque[_Job] = deque()
         self._under_way: dict[Stream, deque[_UnderWay]] = {
             Stream.FETCH: deque(),
@@ -186,7 +186,7 @@ class CudaCopyEngine:
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots; the compute stream will wait for copies into them that are not done."""
-        return self.slots.begin_use(slots, keys, self._bring)
+        return self.slots.begin_use(slots, keys, self._fill)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
         """Return (layer, expert, time) of copies that ended since the last call; never waits."""
@@ -288,7 +288,7 @@ class CudaCopyEngine:
         if back:
             streams.copy(stream, back)
         streams.copy(stream, copies)
-        if self._link.wanted is not None:
+        if self._link.limit is not None:
             streams.pause(stream, self._link.pause_seconds(num_bytes))
         done = streams.record(stream)
         for job in jobs:
@@ -304,11 +304,11 @@ class CudaCopyEngine:
         layer, expert = self._geometry.expert_id(key)
         return self._store[layer].take_back(expert)
 
-    def _bring(self, claims: Sequence[Claim]) -> None:
+    def _fill(self, claims: Sequence[Claim]) -> None:
         """Queue held copies into claimed slots; the compute stream waits for all claimed slots."""
-        wanted = [job for job in self._kept if (job.copy.slot, job.generation) in claims]
-        if wanted:
-            self._take(wanted, Stream.FETCH)
+        claimed = [job for job in self._kept if (job.copy.slot, job.generation) in claims]
+        if claimed:
+            self._take(claimed, Stream.FETCH)
         written = (self._events.written.get(slot) for slot, _ in claims)
         for event in dict.fromkeys(event for event in written if event is not None):
             self._streams.wait(Stream.COMPUTE, event)

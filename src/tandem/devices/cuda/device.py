@@ -38,7 +38,7 @@ class CudaDevice(Device):
     """A GPU: allocates device memory, and runs batches on the model's stream."""
 
     name = "cuda"
-    computes_beside = True
+    runs_in_parallel = True
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class CudaDevice(Device):
         """
         prepared = self._kernels.prepare(batch, source)
         table = self._staged(prepared.table)
-        return lambda: prepared.launch(self._brought(table))
+        return lambda: prepared.launch(self._copied(table))
 
     def upload(self, source: Tensor, target: Tensor) -> None:
         """Queue a copy; a source outside `host_rows` is first copied to pinned memory."""
@@ -174,7 +174,7 @@ class CudaDevice(Device):
         """Queue the copy of the tables now; return a function that queues the weighted sum."""
         num_tokens, staged = row_of.shape[0], self._staged(row_of)
         on_device: list[Tensor] = []
-        self.streams.run(Stream.COMPUTE, lambda: on_device.append(self._brought(staged)))
+        self.streams.run(Stream.COMPUTE, lambda: on_device.append(self._copied(staged)))
 
         def sum_rows(rows: Tensor) -> Tensor:
             out = rows.new_empty(num_tokens, rows.shape[1])
@@ -223,7 +223,7 @@ class CudaDevice(Device):
         host.copy_(source)
         return host
 
-    def _brought(self, host: Tensor) -> Tensor:
+    def _copied(self, host: Tensor) -> Tensor:
         memory = torch.empty_like(host, device=self.streams.device)
         return memory.copy_(host, non_blocking=True)
 

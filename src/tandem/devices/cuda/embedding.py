@@ -89,10 +89,10 @@ class StepRows:
                 )
             self._twin = HostTwin(self.memory)
 
-    def bring(self, ids: Sequence[int]) -> None:
+    def upload(self, ids: Sequence[int]) -> None:
         """Queue the copy of the embeddings of a step's tokens, one for each slot."""
         if self._source is not None and self.memory is not None:
-            self._twin.bring(self._source.rows(ids)[:, None])
+            self._twin.upload(self._source.rows(ids)[:, None])
 
     def of_prompt(self, ids: Sequence[int]) -> Tensor | None:
         """Return a prompt's embeddings, copied to the device: (1, n, embedding_dim).

@@ -22,7 +22,7 @@ from tandem.devices.cuda.captures import Capture, CudaCapture, captured_work
 from tandem.devices.cuda.driver import open_driver
 from tandem.devices.cuda.signals import KernelSignals, Signals, StreamSignals, longest_wait
 from tandem.devices.cuda.streams import CudaStreams, Stream
-from tandem.experts.execution.asked_routers import AskedRouter
+from tandem.experts.execution.look_ahead_routers import LookAheadRouter
 from tandem.experts.measuring.profiler import REPETITIONS
 from tandem.policy.cost import GRAPH, HostCosts
 
@@ -39,7 +39,7 @@ class TrialLimits:
 
     layers: int = 64
     """The number of layers of the graph that is timed."""
-    asked_experts: int = 128
+    router_experts: int = 128
     """The number of experts of the router that is run ahead in the timed graph."""
     doorbell_seconds: float = 10.0
     come_seconds: float = 2.0
@@ -123,18 +123,18 @@ def graph_costs(
 
 def wake_seconds() -> float:
     """Return the median time in seconds that a sleeping thread takes to wake up."""
-    asked, took = queue.SimpleQueue[float | None](), list[float]()
+    requests, took = queue.SimpleQueue[float | None](), list[float]()
 
     def work() -> None:
-        while (begin := asked.get()) is not None:
+        while (begin := requests.get()) is not None:
             took.append(time.perf_counter() - begin)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     for _ in range(REPETITIONS):
         time.sleep(_ASLEEP_SECONDS)
-        asked.put(time.perf_counter())
-    asked.put(None)
+        requests.put(time.perf_counter())
+    requests.put(None)
     thread.join()
     return median(took)
 
@@ -165,10 +165,12 @@ class Trial:
             self._hidden = torch.ones(1, hidden_size, device=device)
             self._one = torch.ones(1, 1, device=device)
             router = torch.zeros(
-                self._limits.asked_experts, hidden_size, dtype=torch.bfloat16, device=device
+                self._limits.router_experts, hidden_size, dtype=torch.bfloat16, device=device
             )
             residual = torch.zeros(hidden_size, device=device)
-            self._asked = handing.Asked(AskedRouter(router, None, residual), self._hidden)
+            self._next_router = handing.NextRouter(
+                LookAheadRouter(router, None, residual), self._hidden
+            )
             self._address_of = torch.zeros(1, dtype=torch.int64, device=device)
             self._index = {
                 expert: torch.full((1, 1), expert, device=device)
@@ -247,7 +249,7 @@ class Trial:
         self._out = self._layer(
             self._box, signals, self._address_of, self._hidden, self._index[expert], self._one,
             lambda addresses, rows: None, layer=layer, fetches=fetches,
-            asked=self._asked if asks else None,
+            next_router=self._next_router if asks else None,
         )  # fmt: skip
 
     def _comes_through(self, work: Callable[[], None], result: float) -> bool:

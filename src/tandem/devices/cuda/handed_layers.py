@@ -18,8 +18,8 @@ from torch import Tensor
 from tandem.devices.cuda import handing
 from tandem.devices.cuda.resident import each_row_alone
 from tandem.devices.cuda.signals import KernelSignals, Signals
-from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.execution.batch import ExpertFunctions
+from tandem.experts.execution.look_ahead_routers import LookAheadRouter
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
@@ -41,7 +41,7 @@ class HandedLayers:
         words: handing.WaitWords,
         *,
         fetches: bool = False,
-        routers: Sequence[AskedRouter | None] = (),
+        routers: Sequence[LookAheadRouter | None] = (),
     ) -> None:
         """Hand over through a mailbox in `memory` (num_bytes,) uint8, which must be mapped.
 
@@ -55,7 +55,7 @@ class HandedLayers:
         self._experts, self._signals = experts, signals
         self._words, self._fetches = words, fetches
         self._routers = routers
-        self._heard: dict[int, Tensor] = {}  # layer -> what its router has read
+        self._router_inputs: dict[int, Tensor] = {}  # layer -> what its router has read
 
     def serves(self, layer: int, functions: ExpertFunctions, index: Tensor) -> bool:
         """Tell whether a layer can be handed over.
@@ -68,10 +68,10 @@ class HandedLayers:
         is_packed = isinstance(host, PackedLayer) and host.input_order is None
         return is_plain and is_packed and len(index) <= MAX_GRAPH_TOKENS
 
-    def hear(self, layer: int, hidden: Tensor) -> None:
+    def take_router_input(self, layer: int, hidden: Tensor) -> None:
         """Keep the input of a layer's router in this step: (n_tokens, hidden_size)."""
         if layer < len(self._routers) and self._routers[layer] is not None:
-            self._heard[layer] = hidden.contiguous()
+            self._router_inputs[layer] = hidden.contiguous()
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
@@ -93,14 +93,18 @@ class HandedLayers:
             self._tensors(layer, hidden, index.numel()), self._signals,
             self._table[layer, : host.arrivals.num_experts], hidden, index,
             weights.float().contiguous(), hits, layer=layer, fetches=self._fetches,
-            asked=self._asked(layer),
+            next_router=self._next_router(layer),
         )  # fmt: skip
 
-    def _asked(self, layer: int) -> handing.Asked | None:
+    def _next_router(self, layer: int) -> handing.NextRouter | None:
         """Return the next layer's router and its input; None: the router is not run ahead."""
-        heard = self._heard.pop(layer, None)
-        router = None if heard is None else self._routers[layer]
-        return None if heard is None or router is None else handing.Asked(router, heard)
+        router_input = self._router_inputs.pop(layer, None)
+        router = None if router_input is None else self._routers[layer]
+        return (
+            None
+            if router_input is None or router is None
+            else handing.NextRouter(router, router_input)
+        )
 
     def launch_once(self, hidden: Tensor, top_k: int) -> None:
         """Queue all kernels of a layer except the experts', for tokens that have chosen no
@@ -109,12 +113,12 @@ class HandedLayers:
         with torch.inference_mode(False):
             index = torch.full((len(hidden), top_k), -1, device=hidden.device)
             weights = torch.zeros(len(hidden), top_k, device=hidden.device)
-        asked = [router for router in self._routers if router is not None]
+        routers = [router for router in self._routers if router is not None]
         handing.hand_over_layer(
             self._tensors(0, hidden, index.numel()), KernelSignals(self._signals.wait_seconds),
             self._table[0, : self._store[0].arrivals.num_experts], hidden, index, weights,
             lambda addresses, rows: None, layer=0, fetches=self._fetches,
-            asked=handing.Asked(asked[0], hidden) if asked else None,
+            next_router=handing.NextRouter(routers[0], hidden) if routers else None,
         )  # fmt: skip
 
     def _tensors(self, layer: int, hidden: Tensor, pairs: int) -> handing.MailboxTensors:

@@ -27,9 +27,9 @@ from tandem.devices.cuda.hand_over_trial import find_signals
 from tandem.devices.cuda.signals import Signals
 from tandem.devices.cuda.streams import Event, Stream
 from tandem.experts.cache.expert_cache import ExpertCache
-from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.execution.captured_steps import PATIENCE_SECONDS, CapturedSteps
 from tandem.experts.execution.device import DeviceLostError
+from tandem.experts.execution.look_ahead_routers import LookAheadRouter
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
 from tandem.kernels.dense import CpuThreads
@@ -61,7 +61,7 @@ class HandedSteps(CapturedSteps):
         signals: Signals,
         library: str | None,
         bytes_per_second: float | None = None,
-        routers: Sequence[AskedRouter | None] | None = None,
+        routers: Sequence[LookAheadRouter | None] | None = None,
     ) -> None:
         """Start the coordinator's threads; `experts` compute the hits.
 
@@ -121,12 +121,12 @@ class HandedSteps(CapturedSteps):
                 HandedLayers(
                     self._cache.store, box, memory, self._device_table, self._experts,
                     self._signals, self._words, fetches=self.fetches(size),
-                    routers=self._asked(size),
+                    routers=self._routers_for(size),
                 ),
             )  # fmt: skip
         return self._layers[size][1]
 
-    def _asked(self, size: int) -> Sequence[AskedRouter | None]:
+    def _routers_for(self, size: int) -> Sequence[LookAheadRouter | None]:
         """Return the routers that a step of `size` tokens runs ahead."""
         return self._routers if self.asks(size) else ()
 
@@ -151,7 +151,7 @@ class HandedSteps(CapturedSteps):
         store, table, geometry = self._cache.store, self._device_table, self._cache.geometry
         layers = HandedLayers(
             store, box, memory, table, self._experts, self._signals, self._words,
-            fetches=self.fetches(size), routers=self._asked(size),
+            fetches=self.fetches(size), routers=self._routers_for(size),
         )  # fmt: skip
         with torch.inference_mode(False):
             hidden = torch.zeros(size, self._hidden_size, dtype=self._dtype, device=table.device)
@@ -174,7 +174,7 @@ class HandedSteps(CapturedSteps):
     def _bring_table(self) -> None:
         self._device_table.copy_(self._host_table, non_blocking=True)
 
-    def finish(self, *, is_heard: bool) -> None:
+    def finish(self, *, has_listeners: bool) -> None:
         """End a step whose graph has been launched.
 
         Raises `DeviceLostError` if the device does not recover, and `RuntimeError` if the device
@@ -182,7 +182,7 @@ class HandedSteps(CapturedSteps):
         """
         self._end = self._streams.record(Stream.COMPUTE, is_timed=True)
         try:
-            super().finish(is_heard=is_heard)
+            super().finish(has_listeners=has_listeners)
         except _native.StepLostError:
             self.wait_for_device()
             raise
@@ -218,7 +218,7 @@ def handed_steps(
     dtype: torch.dtype,
     device: CudaDevice,
     bytes_per_second: float | None,
-    routers: Sequence[AskedRouter | None] | None = None,
+    routers: Sequence[LookAheadRouter | None] | None = None,
 ) -> HandedSteps | None:
     """Return captured steps, or None if GPU and host of this machine have no working signals.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.devices.cuda.signals import Signals
-from tandem.experts.execution.asked_routers import SCORINGS, AskedRouter
+from tandem.experts.execution.look_ahead_routers import SCORINGS, LookAheadRouter
 from tandem.triton_kernels import hand_over
 
 # Few columns, so that all rows of a program are loaded at once: 8 programs for 2,048 values.
@@ -18,7 +18,7 @@ _COMBINE_COLS = 256
 _COMBINE_WARPS = 2
 _PUBLISHED_AT_ONCE = 1024
 # Blocks of a router's matrix: one program for two experts, so that all of it is read at once.
-_ASKED_EXPERTS, _ASKED_COLS = 2, 512
+_ROUTER_EXPERTS, _ROUTER_COLS = 2, 512
 _LOOKS_OFF_GPU = 1 << 30  # for the interpreter, which has no clock
 
 
@@ -44,22 +44,22 @@ class MailboxTensors(NamedTuple):
 
     doorbell: Tensor  # (1,) int32
     done: Tensor  # (1,) int32
-    choice: Tensor  # (rows, top_k) int32
-    is_hit: Tensor  # (rows, top_k) int32
-    weights: Tensor  # (rows, top_k) fp32
-    fetched: Tensor  # (rows, top_k) int64
+    choice: Tensor  # (n_tokens, top_k) int32
+    is_hit: Tensor  # (n_tokens, top_k) int32
+    weights: Tensor  # (n_tokens, top_k) fp32
+    fetched: Tensor  # (n_tokens, top_k) int64
     guessed: Tensor  # (1,) int32
-    guess: Tensor  # (rows, top_k) int32
-    hidden: Tensor  # (rows, hidden_size) in the model's dtype
-    results: Tensor  # (rows * top_k, hidden_size) fp32
+    guess: Tensor  # (n_tokens, top_k) int32
+    hidden: Tensor  # (n_tokens, hidden_size) in the model's dtype
+    results: Tensor  # (n_tokens * top_k, hidden_size) fp32
     waits: WaitWords
 
 
-class Asked(NamedTuple):
+class NextRouter(NamedTuple):
     """The next layer's router, and its input."""
 
-    router: AskedRouter
-    hidden: Tensor  # (rows, hidden_size), what this layer's router has read
+    router: LookAheadRouter
+    hidden: Tensor  # (n_tokens, hidden_size), what this layer's router has read
 
 
 def hand_over_layer(
@@ -73,21 +73,21 @@ def hand_over_layer(
     *,
     layer: int,
     fetches: bool = False,
-    asked: Asked | None = None,
+    next_router: NextRouter | None = None,
 ) -> Tensor:
     """Queue a whole layer; return the tensor that will hold its result, of the shape of `hidden`.
 
     `address_of` is (num_experts,) int64, 0 for experts that are not resident. `hits(addresses,
-    rows)` queues the computation of the experts at `addresses` (rows * top_k,), 0 for no expert,
-    into `rows`. If the host `fetches` misses meanwhile, `hits` is called again for the fetched
-    experts, after the wait. The next layer's likely choice (from `asked`) is published after the
-    doorbell.
+    rows)` queues the computation of the experts at `addresses` (n_tokens * top_k,) into `rows`; 0
+    is no expert. If the host `fetches` misses meanwhile, `hits` is called again for the fetched
+    experts, after the wait. The next layer's likely choice (by `next_router`) is published after
+    the doorbell.
     """
     inside = signals.wait_seconds
     addresses = publish(box, address_of, hidden, index, weights, rings=inside > 0)
     signals.ring(box.doorbell)
-    if asked is not None:
-        publish_guess(box, asked, index, len(address_of))
+    if next_router is not None:
+        publish_guess(box, next_router, index, len(address_of))
     rows = hidden.new_empty(len(addresses), hidden.shape[1], dtype=torch.float32)
     hits(addresses, rows)
     signals.wait(box.done)
@@ -112,7 +112,7 @@ def publish(
     *,
     rings: bool,
 ) -> Tensor:
-    """Publish a layer; return the addresses of its hits, (rows * top_k,) int64, 0 for no hit.
+    """Publish a layer; return the addresses of its hits, (n_tokens * top_k,) int64, 0 for no hit.
 
     `address_of` is (num_experts,) int64. The kernel sets `done` to 1 if there is no miss, else to
     0. With `rings` the kernel itself sets the doorbell.
@@ -129,18 +129,20 @@ def publish(
     return addresses
 
 
-def publish_guess(box: MailboxTensors, asked: Asked, index: Tensor, num_experts: int) -> None:
+def publish_guess(
+    box: MailboxTensors, next_router: NextRouter, index: Tensor, num_experts: int
+) -> None:
     """Publish the next layer's likely choice; `index` is this layer's own choice."""
-    (weight, bias, residual, scoring), hidden = asked
-    num_rows, num_cols = hidden.shape
-    scores = torch.empty(num_rows, len(weight), dtype=torch.float32, device=index.device)
-    hand_over.ask[-(-len(weight) // _ASKED_EXPERTS), num_rows](
+    (weight, bias, residual, scoring), hidden = next_router
+    num_tokens, num_cols = hidden.shape
+    scores = torch.empty(num_tokens, len(weight), dtype=torch.float32, device=index.device)
+    hand_over.ask[-(-len(weight) // _ROUTER_EXPERTS), num_tokens](
         hidden, residual, weight, weight if bias is None else bias, scores, num_cols=num_cols,
-        num_experts=len(weight), block_cols=_ASKED_COLS, block_experts=_ASKED_EXPERTS,
+        num_experts=len(weight), block_cols=_ROUTER_COLS, block_experts=_ROUTER_EXPERTS,
         has_bias=bias is not None, scoring=SCORINGS.index(scoring), num_warps=4,
     )  # fmt: skip
     hand_over.publish_guess[(1,)](
-        scores, index, box.guess, box.guessed, num_rows=num_rows, top_k=index.shape[1],
+        scores, index, box.guess, box.guessed, num_tokens=num_tokens, top_k=index.shape[1],
         num_experts=num_experts, num_scores=len(weight),
         width=1 << max(4, (len(weight) - 1).bit_length()), on_gpu=index.is_cuda, num_warps=1,
     )  # fmt: skip
@@ -155,17 +157,17 @@ def take_fetched(
     layer: int,
     wait_seconds: float,
 ) -> Tensor:
-    """Return the addresses (rows * top_k,) of fetched misses, 0 for all other choices.
+    """Return the addresses (n_tokens * top_k,) of fetched misses, 0 for all other choices.
 
     The kernel writes these addresses to `addresses`, too. For `wait_seconds` see `combine`.
     """
-    num_choices, brought = index.numel(), torch.empty_like(addresses)
+    num_choices, new_addresses = index.numel(), torch.empty_like(addresses)
     hand_over.take_fetched[(1,)](
         box.done, box.waits.turn, box.waits.given_up, layer + 1, box.fetched, index, addresses,
-        brought, num_choices=num_choices, choice_width=_choice_width(num_choices),
+        new_addresses, num_choices=num_choices, choice_width=_choice_width(num_choices),
         num_experts=num_experts, most=_most(wait_seconds, index), on_gpu=index.is_cuda, num_warps=1,
     )  # fmt: skip
-    return brought
+    return new_addresses
 
 
 def _choice_width(num_choices: int) -> int:
@@ -194,8 +196,8 @@ def combine(
     Unless `wait_seconds` is 0, the kernel itself waits for the host, at most this long. As on the
     CPU, multiplications and additions are not fused.
     """
-    num_rows, num_cols = out.shape
-    hand_over.combine[-(-num_cols // _COMBINE_COLS), num_rows](
+    num_tokens, num_cols = out.shape
+    hand_over.combine[-(-num_cols // _COMBINE_COLS), num_tokens](
         box.done, box.waits.turn, box.waits.given_up, layer + 1, rows, box.results, addresses,
         index, weights, out, num_cols=num_cols, top_k=index.shape[1], num_experts=num_experts,
         block_cols=_COMBINE_COLS, most=_most(wait_seconds, out), on_gpu=out.is_cuda,

@@ -15,21 +15,21 @@ class HostTwin:
         with torch.inference_mode(False):
             host = torch.zeros(target.shape, dtype=target.dtype, device="cpu")
             self.host = host.pin_memory() if self._is_cuda else host
-        self._brought: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
 
-    def bring(self, values: Sequence[object] | Tensor) -> None:
+    def upload(self, values: Sequence[object] | Tensor) -> None:
         """Queue the copy of values to the device; there must be as many as the target has."""
         # Waits only after an error; otherwise a step has waited for this copy.
-        if self._brought is not None:
-            self._brought.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         if isinstance(values, Tensor):
             self.host.copy_(values)
         else:
             self.host.view(-1).numpy()[:] = values
         self._target.copy_(self.host, non_blocking=True)
         if self._is_cuda:
-            self._brought = torch.cuda.Event()
-            self._brought.record(torch.cuda.current_stream(self._target.device))
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self._target.device))
 
 
 def on_its_way(numbers: Sequence[object], device: torch.device) -> Tensor:

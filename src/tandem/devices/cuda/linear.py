@@ -97,6 +97,6 @@ def linear_compilations(model: nn.Module, device: torch.device) -> list[Callable
     return [partial(_launch_once, layer, size) for layer in kinds.values() for size in sizes]
 
 
-def _launch_once(layer: DeviceLinear, num_rows: int) -> None:
+def _launch_once(layer: DeviceLinear, num_tokens: int) -> None:
     device = layer.packed.image.device
-    layer(torch.zeros(num_rows, layer.in_features, dtype=layer.dtype, device=device))
+    layer(torch.zeros(num_tokens, layer.in_features, dtype=layer.dtype, device=device))

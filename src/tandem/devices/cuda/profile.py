@@ -35,9 +35,9 @@ from tandem.experts.execution.routing import Routing
 from tandem.experts.measuring.profiler import (
     REPETITIONS,
     MeasuredExperts,
-    beside,
     experts_in_memory,
     seconds_each,
+    while_repeating,
 )
 from tandem.kernels.formats.weight_format import aligned
 from tandem.policy.cost import FETCHES_A_LAUNCH, SEGMENTS, HardwareProfile, HostCosts
@@ -88,7 +88,7 @@ def measure_device(
         step_seconds=0.0,
         layer_seconds=wait_seconds + bench.host_seconds(bench.hand_off),
         cpu_begin_seconds=0.0,  # the CPU begins before the launches
-        cpu_end_seconds=bench.bring_seconds(),
+        cpu_end_seconds=bench.upload_seconds(),
         fetch_seconds=bench.launch_seconds() / FETCHES_A_LAUNCH,
     )
     host = () if graph is None else (graph(segments.fetch_seconds),)  # the default path comes first
@@ -145,7 +145,7 @@ class _Bench:
         batch = self._batch(self._several, 1, torch.device("cpu"))
         alone = median(self._cpu_seconds(batch) for _ in range(REPETITIONS))
         computed = list[float]()
-        copies = beside(
+        copies = while_repeating(
             lambda: computed.append(self._cpu_seconds(batch)),
             lambda: median(self._copy_seconds() for _ in range(4 * REPETITIONS)),
         )
@@ -212,17 +212,17 @@ class _Bench:
 
         return self.host_seconds(launch)
 
-    def bring_seconds(self) -> float:
+    def upload_seconds(self) -> float:
         """Return the seconds that copying a layer's rows from the CPU to the GPU takes; waits."""
         count = self._top_k
         host = self._device.host_rows(count, self._experts.hidden_size)
         there = self._device.rows(count, self._experts.hidden_size)
 
-        def bring() -> None:
+        def upload() -> None:
             self._device.upload(host, there)
             self._device.streams.synchronize()
 
-        return self.host_seconds(bring)
+        return self.host_seconds(upload)
 
     def _copy_seconds(self) -> float:
         def copy() -> None:
@@ -242,5 +242,5 @@ def _count_held(several: int, slot_bytes: int, device: CudaDevice) -> int:
 
     If it is larger than `several`, these experts fill at most half of the free memory.
     """
-    beside = math.ceil(CACHES_BETWEEN_USES * device.streams.cache_bytes() / slot_bytes)
-    return max(several, min(several + beside, device.memory().free_bytes // 2 // slot_bytes))
+    num_more = math.ceil(CACHES_BETWEEN_USES * device.streams.cache_bytes() / slot_bytes)
+    return max(several, min(several + num_more, device.memory().free_bytes // 2 // slot_bytes))

@@ -90,10 +90,10 @@ class ResidentLayers:
             memory = streams.pinned(top_k_index.nbytes)
             host = memory.view(top_k_index.dtype).view(top_k_index.shape)
 
-        def bring() -> None:
+        def copy() -> None:
             host.copy_(top_k_index, non_blocking=True)
 
-        streams.run(Stream.COMPUTE, bring)
+        streams.run(Stream.COMPUTE, copy)
         self._noted.append((layer, host, streams.record(Stream.COMPUTE)))
 
     def noted(self, now: float) -> Iterator[LayerExecuted]:
@@ -132,7 +132,7 @@ def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted
         layer=host.layer,
         num_tokens=routing.num_tokens,
         num_active_experts=len(routing.experts),
-        num_expert_rows=routing.num_rows,
+        num_expert_rows=routing.num_routed,
         touched_bytes=len(routing.experts) * host.image_bytes,
         load=routing.load(host.layer, None),
         plan=plan,

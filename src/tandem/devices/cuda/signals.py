@@ -17,7 +17,7 @@ from tandem.devices.cuda.driver import Driver, DriverError, open_driver
 # CUDA 11.7 has the versions that are not switched off by default.
 _VERSION = 12000
 # CU_STREAM_WRITE_VALUE_DEFAULT: all earlier writes are visible, also to the host, before the word.
-_BEHIND_ALL = 0
+_AFTER_ALL = 0
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _ARGUMENTS = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 
@@ -68,7 +68,7 @@ class StreamSignals(Signals):
 
     def ring(self, doorbell: Tensor) -> None:
         """Queue `doorbell = 1`; the host sees it only after all work queued before."""
-        self._write(self._current_stream(), self._address_of(doorbell), 1, _BEHIND_ALL)
+        self._write(self._current_stream(), self._address_of(doorbell), 1, _AFTER_ALL)
 
     def wait(self, done: Tensor) -> None:
         """Queue a wait of the stream until the word is 1."""

@@ -81,7 +81,7 @@ class VirtualCopyEngine(CopyEngine):
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
         """Claim slots; pending bytes move when the slots' images are read."""
-        return self.slots.begin_use(slots, keys, self._bring if self._pending else None)
+        return self.slots.begin_use(slots, keys, self._fill if self._pending else None)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
         """Yield the clock's arrivals, each after its bytes have moved."""
@@ -98,9 +98,9 @@ class VirtualCopyEngine(CopyEngine):
 
     def drain(self) -> None:
         """Move all bytes now."""
-        self._bring(list(self._pending))
+        self._fill(list(self._pending))
 
-    def _bring(self, claims: Sequence[Claim]) -> None:
+    def _fill(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
             if claim in self._pending:
                 self._write(claim)

@@ -122,18 +122,18 @@ class NativeDecider:
         first, states = residency.geometry.key(layer, 0), self._states(layer)
         is_staged = coming.in_graph or residency.capacity[residency.staging] > 0
         room = len(residency.free[residency.staging]) if is_staged else UNLIMITED
-        num_wanted, experts = _native.known_ahead(
+        num_chosen, experts = _native.known_ahead(
             self._costs, self._price, load.experts, load.tokens, states, self._late(first),
             coming.begin, coming.needed_at, room, coming.in_graph,
         )  # fmt: skip
         if is_staged or not experts:
-            return num_wanted, [(first + expert, NOWHERE) for expert in experts]
+            return num_chosen, [(first + expert, NOWHERE) for expert in experts]
         set_id = residency.set_of(layer)
         pairs = _native.over_lowest(
             load.experts, states, self._eviction.values(layer), first, residency.members[set_id],
             len(residency.free[set_id]), experts,
         )  # fmt: skip
-        return num_wanted, pairs
+        return num_chosen, pairs
 
     def _require(self, load: LayerLoad) -> None:
         """Extend the cost tables to the load's token counts."""

@@ -82,7 +82,7 @@ def host_slot_tables(geometry: Geometry, num_slots: int) -> list[_native.NextUse
     return [table.native for table in _next_use_tables(geometry, span)]
 
 
-# The hints that captured steps take: those of the next router, asked with the residual added.
+# The hints that captured steps take: those of the next router, run ahead with the residual.
 GRAPH_HINTS = "residual"
 NATIVE_TABLES = Native(_next_use_tables, NativePredictor, _native_decider)
 

@@ -36,16 +36,16 @@ def parse_gpu_memory(value: object) -> MemoryShare:
     text = str(value).strip()
     if text == "auto":
         return MemoryShare()
-    wanted = "expected a size such as 8GiB, a fraction such as 0.5, or auto"
+    expected = "expected a size such as 8GiB, a fraction such as 0.5, or auto"
     if isinstance(value, float) or _is_fraction(text):
         fraction = float(text.rstrip("%")) / (100.0 if text.endswith("%") else 1.0)
         if not 0.0 < fraction <= 1.0:
-            raise ConfigError(f"gpu_memory is {value!r}; {wanted}")
+            raise ConfigError(f"gpu_memory is {value!r}; {expected}")
         return MemoryShare(fraction=fraction)
     try:
         return MemoryShare(num_bytes=parse_bytes(text, name="gpu_memory"))
     except ConfigError:
-        raise ConfigError(f"gpu_memory is {value!r}; {wanted}") from None
+        raise ConfigError(f"gpu_memory is {value!r}; {expected}") from None
 
 
 def _is_fraction(text: str) -> bool:

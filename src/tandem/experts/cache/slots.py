@@ -24,7 +24,7 @@ BLOCK_BYTES = 1 << 28
 NOTHING = -1
 
 Claim = tuple[int, int]  # (slot, generation)
-Bring = Callable[[Sequence[Claim]], None]
+FillSlots = Callable[[Sequence[Claim]], None]
 
 
 class MemoryPool(Protocol):
@@ -50,24 +50,24 @@ class MemoryPool(Protocol):
 class SlotUse:
     """A batch's claim on the slots that it reads."""
 
-    __slots__ = ("_bring", "_slots", "claims")
+    __slots__ = ("_fill", "_slots", "claims")
 
-    def __init__(self, slots: "Slots", claims: list[Claim], bring: Bring | None) -> None:
-        """Hold claims; `bring` is called before waiting for the contents."""
+    def __init__(self, slots: "Slots", claims: list[Claim], fill: FillSlots | None) -> None:
+        """Hold claims; `fill` is called before waiting for the contents."""
         self._slots = slots
-        self._bring = bring
+        self._fill = fill
         self.claims = claims
 
     def images(self) -> list[Tensor]:
         """Return the slots' memory once the contents have landed."""
-        if self._bring is not None:
-            self._bring(self.claims)
+        if self._fill is not None:
+            self._fill(self.claims)
         return self._slots.wait_landed(self.claims)
 
     def addresses(self) -> list[int]:
         """Return the addresses of the slots once the contents have landed."""
-        if self._bring is not None:
-            self._bring(self.claims)
+        if self._fill is not None:
+            self._fill(self.claims)
         return self._slots.wait_addresses(self.claims)
 
     def end(self) -> None:
@@ -138,7 +138,7 @@ class Slots:
             return self._planned[slot]
 
     def begin_use(
-        self, slots: Sequence[int], keys: Sequence[int], bring: Bring | None = None
+        self, slots: Sequence[int], keys: Sequence[int], fill: FillSlots | None = None
     ) -> SlotUse:
         """Claim slots; their planned contents must be the experts `keys`."""
         claims = []
@@ -149,7 +149,7 @@ class Slots:
                 claim = (slot, self._planned[slot])
                 self._uses[claim] = self._uses.get(claim, 0) + 1
                 claims.append(claim)
-        return SlotUse(self, claims, bring)
+        return SlotUse(self, claims, fill)
 
     def end_use(self, claims: Sequence[Claim]) -> None:
         """Release claims."""

@@ -51,7 +51,7 @@ class CallSide:
     __slots__ = ("_hidden_fp32", "hidden", "rows")
 
     def __init__(self, hidden: Tensor, rows: Tensor) -> None:
-        """Read `hidden` (n_tokens, hidden_size), write `rows` (num_rows, hidden_size) fp32."""
+        """Read `hidden` (n_tokens, hidden_size), write `rows` (num_routed, hidden_size) fp32."""
         self.hidden = hidden
         self.rows = rows
         self._hidden_fp32: Tensor | None = None
@@ -89,18 +89,18 @@ class ExpertBatch:
             yield replace(self, experts=[expert], begin=begin, first_token=first)
 
     @property
-    def num_rows(self) -> int:
+    def num_routed(self) -> int:
         """How many routed tokens this batch has."""
         return self.begin[-1] - self.begin[0]
 
     @property
     def token(self) -> Tensor:
-        """The token of each routed token: (num_rows,) int32, on the host."""
-        return self.tokens[self.first_token : self.first_token + self.num_rows]
+        """The token of each routed token: (num_routed,) int32, on the host."""
+        return self.tokens[self.first_token : self.first_token + self.num_routed]
 
     @property
     def out(self) -> Tensor:
-        """The batch's result: (num_rows, hidden_size) fp32, a range of the side's rows."""
+        """The batch's result: (num_routed, hidden_size) fp32, a range of the side's rows."""
         return self.side.rows[self.begin[0] : self.begin[-1]]
 
     @property

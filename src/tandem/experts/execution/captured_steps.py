@@ -110,10 +110,11 @@ class CapturedSteps:
             self.coordinator.expect([(load.layer, load.experts, load.tokens) for load in known])
         self._num_tokens = num_tokens
 
-    def finish(self, *, is_heard: bool) -> None:
-        """End a step whose layers have all been run or queued; `report` reports it if `is_heard`.
+    def finish(self, *, has_listeners: bool) -> None:
+        """End a step whose layers have all been run or queued.
 
-        Reporting is a separate call, because it takes Python time in which the next step can run.
+        With `has_listeners`, `report` reports it later: a separate call, because it takes Python
+        time in which the next step can run.
         """
         assert self._num_tokens
         self.coordinator.finish_step(PATIENCE_SECONDS)
@@ -122,7 +123,7 @@ class CapturedSteps:
         self._eviction.noted_natively(num_tokens)
         if error := self.coordinator.copy_error():
             raise RuntimeError(f"the link has stopped: {error}")
-        self._unreported = (self.coordinator.records(), copies) if is_heard else None
+        self._unreported = (self.coordinator.records(), copies) if has_listeners else None
 
     def report(self, listeners: Sequence[Listener]) -> None:
         """Report the last step that has ended, unless it has been reported."""
@@ -242,12 +243,12 @@ class CapturedSteps:
         arrivals: Sequence[tuple[int, int, float]],
         entered: Sequence[_SlotCopy],
         staged: Sequence[_SlotCopy],
-        asked: int,
+        num_needed: int,
         ahead: Sequence[_SlotCopy],
     ) -> _Copies:
         """Tell the planner which copies have ended and what was decided in a layer.
 
-        `asked` is the number of staging slots that were requested. A prefetched expert keeps
+        `num_needed` is the number of staging slots that were requested. A prefetched expert keeps
         its slot when it enters the cache.
         """
         cache, planner = self._cache, self._cache.planner
@@ -266,16 +267,16 @@ class CapturedSteps:
                 continue
             self._insert(key, slot, set_id)
             found.append(residency.copy_of(key, slot, left))
-        if found or asked:
-            planner.ring.note_asked(asked)
+        if found or num_needed:
+            planner.ring.note_needed(num_needed)
         copies = _Copies(tuple(found), *(_without_victims(some) for some in (staged, ahead)))
         for copy in (*copies.staged, *copies.ahead, *found):
             planner.link.issue(geometry.key(copy.layer, copy.expert), now)
         return copies
 
     def _insert(self, key: int, slot: int, set_id: int) -> None:
-        given = self._cache.planner.residency.insert(key, set_id)
-        assert given == slot, f"the planner gives slot {given}, the coordinator {slot}"
+        own_slot = self._cache.planner.residency.insert(key, set_id)
+        assert own_slot == slot, f"the planner gives slot {own_slot}, the coordinator {slot}"
         self._changed[slot] = key
 
     def _event(
@@ -290,8 +291,8 @@ class CapturedSteps:
         missed = {e for e, hit in zip(choice, is_hit, strict=True) if not hit}
         experts = sorted({e for e in choice if 0 <= e < host.arrivals.num_experts})
         tokens = tuple(choice.count(expert) for expert in experts)
-        rows = [choice[at : at + top_k] for at in range(0, len(choice), top_k)]
-        routes = [row for row in rows if min(row) >= 0]
+        by_token = [choice[at : at + top_k] for at in range(0, len(choice), top_k)]
+        routes = [row for row in by_token if min(row) >= 0]
         on_gpu = tuple(e for e in experts if e not in missed)
         on_cpu = tuple(e for e in experts if e in missed and e not in in_time)
         fetch = tuple(c for c in (*copies.entered, *copies.staged) if c.expert in in_time)

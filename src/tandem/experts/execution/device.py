@@ -60,7 +60,7 @@ class WholeCache(Protocol):
 class Device(MemoryPool, Protocol):
     """An accelerator."""
 
-    computes_beside: bool
+    runs_in_parallel: bool
     """Whether launched batches run in parallel with the host, which then starts its own share
     first."""
     rows: RowMemory

@@ -206,21 +206,21 @@ class CpuExecutor(Executor):
         routing = Routing(call.top_k_index, layer.arrivals.num_experts)
         order = routing.fastest_order()
         with self._rows_lock:
-            rows = self._rows(routing.num_rows, call.hidden.shape[1])
+            rows = self._rows(routing.num_routed, call.hidden.shape[1])
             side, work = CallSide(call.hidden, rows), LayerCall(layer, functions, routing, order)
             if order:
                 self._kernels.run(work.batch(0, len(order), side))
             if self.listeners:
-                self.report(layer, call.top_k_index, len(routing.experts), routing.num_rows)
+                self.report(layer, call.top_k_index, len(routing.experts), routing.num_routed)
             return work.prepare_result(side, call.top_k_weights, self._kernels.prepare_sum)()
 
-    def report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_rows: int) -> None:
+    def report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_routed: int) -> None:
         """Report to the listeners what a layer's router chose, and how many rows were computed."""
         event = LayerExecuted(
             layer=layer.layer,
             num_tokens=len(chosen),
             num_active_experts=num_active,
-            num_expert_rows=num_rows,
+            num_expert_rows=num_routed,
             touched_bytes=num_active * (layer.num_bytes // layer.arrivals.num_experts),
             chosen=chosen,
         )

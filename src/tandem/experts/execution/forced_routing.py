@@ -57,7 +57,7 @@ class ForcedRouting(PassingExecutor):
             self._tokens = self._take(num_tokens)
             self._there = None
         if self._there is None:
-            self._there = self._brought(self._tokens, device)
+            self._there = self._copied(self._tokens, device)
         index, weights = self._there
         return call._replace(top_k_index=index[call.layer], top_k_weights=weights[call.layer])
 
@@ -68,7 +68,7 @@ class ForcedRouting(PassingExecutor):
         native = self.inner.direct_call(forced, functions)
         return None if native is None else native._replace(choice=choice)
 
-    def _brought(self, tokens: _Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _copied(self, tokens: _Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
         """Copy the choices of all layers to a device at once; to a GPU without waiting.
 
         Copying layer by layer would wait twice per layer, and the waits would be measured.
@@ -112,7 +112,7 @@ class ForcedRouting(PassingExecutor):
         """Write the step's choices; padding tokens repeat the choices of the step's tokens."""
         assert self._tokens is not None
         tokens = np.resize(self._tokens, kept[0].shape[1])
-        for each, now in zip(kept, self._brought(tokens, kept[0].device), strict=True):
+        for each, now in zip(kept, self._copied(tokens, kept[0].device), strict=True):
             each.copy_(now, non_blocking=True)
 
     def _choice(self, tokens: _Tokens, layers: int | slice) -> tuple[Tensor, Tensor]:

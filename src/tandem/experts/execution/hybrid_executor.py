@@ -85,7 +85,7 @@ class HybridExecutor(Executor):
         self._prompt: Sequence[int] | None = None  # the prompt announced last, if any
         self._known: Sequence[LayerLoad] = ()  # loads of the coming forward pass
         self._last_layer = len(self.store)
-        self._wanted_slots: int | None = None
+        self._requested_slots: int | None = None
         self._step_copies: tuple[Copy, ...] = ()
         self._done: _Done | None = None
         self._whole = device.resident(cache)
@@ -137,7 +137,7 @@ class HybridExecutor(Executor):
                 yield
                 # Reports the previous step while the GPU computes this one.
                 self.captured.report(self.listeners)
-                self.captured.finish(is_heard=bool(self.listeners))
+                self.captured.finish(has_listeners=bool(self.listeners))
 
     @contextlib.contextmanager
     def _losing_at_most_a_step(self) -> Iterator[None]:
@@ -162,14 +162,14 @@ class HybridExecutor(Executor):
 
     def resize(self, num_slots: int) -> None:
         """Change the number of slots before the next step."""
-        self._wanted_slots = num_slots
+        self._requested_slots = num_slots
 
     def settle(self) -> None:
         """Learn from the last layer, and apply a requested change of size."""
         self._learn_of_last_layer()
-        if self._wanted_slots is not None:
-            wanted, self._wanted_slots = self._wanted_slots, None
-            self.resize_now(wanted)
+        if self._requested_slots is not None:
+            num_slots, self._requested_slots = self._requested_slots, None
+            self.resize_now(num_slots)
 
     def resize_now(self, num_slots: int, resident: Sequence[int] | None = None) -> None:
         """Change the number of slots between steps, as `ExpertCache.resize` does.
@@ -265,13 +265,13 @@ class HybridExecutor(Executor):
             return torch.zeros_like(hidden)
         load = routing.load(layer, self._weights_to_read(top_k_weights))
         cache.take_arrivals()
-        begin, asked = clock.now, time.perf_counter()
-        asks = self.look_ahead is not None and cache.planner.asks_behind(layer)
+        begin, plan_begin = clock.now, time.perf_counter()
+        asks = self.look_ahead is not None and cache.planner.asks_after(layer)
         hints = self.look_ahead(layer) if self.look_ahead is not None and asks else ()
         slots = self.store.slots
         places = slots.places(layer, routing.experts) if slots is not None else b""
         plan = cache.planner.plan(load, begin, hints, places)
-        plan_seconds = time.perf_counter() - asked
+        plan_seconds = time.perf_counter() - plan_begin
         step = _LayerStep(host, functions, routing, hidden, tokens, top_k_weights)
         try:
             out = self._carry_out(step, plan)
@@ -328,17 +328,17 @@ class HybridExecutor(Executor):
         if plan.cpu:
             self._kernels.wake()
         call = LayerCall(step.host, step.functions, step.routing, plan.in_launch_order())
-        num_rows, width = step.routing.num_rows, step.hidden.shape[1]
+        num_routed, width = step.routing.num_routed, step.hidden.shape[1]
         num_on_device = len(plan.gpu) + len(plan.arriving) + len(plan.fetch)
-        on_host = CallSide(step.tokens, self.device.host_rows(num_rows, width))
+        on_host = CallSide(step.tokens, self.device.host_rows(num_routed, width))
         share = started = None
         if plan.cpu:
             share = call.batch(num_on_device, num_on_device + len(plan.cpu), on_host)
-            if self.device.computes_beside:
+            if self.device.runs_in_parallel:
                 started = self._kernels.start(share)
         try:
             self.cache.cancel_unused(plan.layer, step.routing.experts)
-            on_device = CallSide(step.hidden, self.device.rows(num_rows, width))
+            on_device = CallSide(step.hidden, self.device.rows(num_routed, width))
             launch(self.cache, self.device, call, plan, on_device)
             self.cache.submit(plan.insert, is_needed=False)
             self.cache.submit(plan.prefetch, is_needed=self.cache.planner.prompt.is_on)
@@ -388,7 +388,7 @@ class HybridExecutor(Executor):
         num_active, routing = len(load.experts), step.routing
         event = LayerExecuted(
             layer=load.layer, num_tokens=routing.num_tokens, num_active_experts=num_active,
-            num_expert_rows=routing.num_rows, touched_bytes=num_active * step.host.image_bytes,
+            num_expert_rows=routing.num_routed, touched_bytes=num_active * step.host.image_bytes,
             load=load, plan=plan, step_copies=self._step_copies, begin_seconds=begin,
             end_seconds=self.cache.clock.now, plan_seconds=plan_seconds,
         )  # fmt: skip

@@ -71,7 +71,7 @@ class Routing:
         self.tokens = tuple(self._counts[active].tolist())
 
     @property
-    def num_rows(self) -> int:
+    def num_routed(self) -> int:
         """The number of routed tokens, which is that of rows in each matrix of the call."""
         return self.top_k if self._single is not None else len(self._valid)
 

@@ -177,7 +177,7 @@ def seconds_each(one: float, many: float, several: int, least: float) -> float:
     return max(each, many / several / 2, least)
 
 
-def beside(other: Callable[[], object], work: Callable[[], float]) -> float:
+def while_repeating(other: Callable[[], object], work: Callable[[], float]) -> float:
     """Return the result of `work`, which runs while a thread repeats `other`."""
     stop = threading.Event()
 
@@ -220,7 +220,7 @@ class _Bench:
         hidden = self._experts.hidden(num_tokens)
         routing = Routing(index, total)
         order = routing.fastest_order()
-        side = CallSide(hidden, self._rows(routing.num_rows, self._experts.hidden_size))
+        side = CallSide(hidden, self._rows(routing.num_routed, self._experts.hidden_size))
         batch = LayerCall(self._store[layer], self._experts.functions, routing, order).batch(
             0, len(order), side
         )
@@ -259,7 +259,7 @@ class _Bench:
         several = self._experts.num_at_once
         alone, copy_alone = self._median_batch(several, 1), self.link_seconds()
         memory, copies = self._slot(), list[float]()
-        both = beside(
+        both = while_repeating(
             lambda: copies.append(self._copy_seconds(memory)),
             lambda: self._median_batch(several, 1),
         )

@@ -71,7 +71,7 @@ def pin_store(
         if pinned < _stored_bytes(layer):
             why = _no_more_pinned()
             break
-    return _told(Pinned(done, total, moved, why))
+    return _reported(Pinned(done, total, moved, why))
 
 
 def pin_slots(slabs: Sequence[Tensor], pin: Pin) -> Pinned:
@@ -82,10 +82,10 @@ def pin_slots(slabs: Sequence[Tensor], pin: Pin) -> Pinned:
             break
         done += slab.nbytes
     total = sum(slab.nbytes for slab in slabs)
-    return _told(Pinned(done, total, why_not_all=None if done == total else _no_more_pinned()))
+    return _reported(Pinned(done, total, why_not_all=None if done == total else _no_more_pinned()))
 
 
-def _told(pinned: Pinned) -> Pinned:
+def _reported(pinned: Pinned) -> Pinned:
     if pinned.why_not_all is not None:
         warnings.warn(
             f"only {format_bytes(pinned.num_bytes)} of {format_bytes(pinned.total_bytes)} of "

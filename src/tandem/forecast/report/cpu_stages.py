@@ -8,7 +8,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import tandem
 from tandem.core.errors import ExecutionError
-from tandem.forecast.report.stages import Said, Stage
+from tandem.forecast.report.stages import Stage, StageResult
 from tandem.forecast.self_check import check_model
 from tandem.generate.generator import Generator
 from tandem.hf.checkpoint import open_model
@@ -43,7 +43,7 @@ def save_tiny_model(directory: Path) -> Path:
     return directory
 
 
-def kernels() -> Said:
+def kernels() -> StageResult:
     """Compare the kernels of each instruction set and format with the reference."""
     found, numbers = [], {}
     with TemporaryDirectory() as folder:
@@ -59,10 +59,10 @@ def kernels() -> Said:
                     )
             worst = max(numbers[f"{isa} {name}"] for name in _FORMATS)
             found.append(f"{isa} KL at most {worst:.1e}")
-    return Said(f"{', '.join(_FORMATS)}: {'; '.join(found)} nats", numbers)
+    return StageResult(f"{', '.join(_FORMATS)}: {'; '.join(found)} nats", numbers)
 
 
-def answer() -> Said:
+def answer() -> StageResult:
     """Compare a tiny model's logits in recorded and in unrecorded decode steps.
 
     Raises `ExecutionError` if they differ by more than `_MOST_DIFFERENCE`, relative to their size.
@@ -79,7 +79,7 @@ def answer() -> Said:
         raise ExecutionError(
             f"the logits of recorded steps are up to {difference:.2%} from those of plain ones"
         )
-    return Said(f"{STEPS} tokens, recorded steps within {difference:.2%} of plain ones")
+    return StageResult(f"{STEPS} tokens, recorded steps within {difference:.2%} of plain ones")
 
 
 def logits_of(generator: Generator) -> torch.Tensor:

@@ -66,7 +66,10 @@ class Row:
     def line(self) -> str:
         """The row of a Markdown table."""
         pairs = zip(self.forecast, self.measured, strict=True)
-        cells = [f"{said:.1f}, {found:.1f} ({said / found - 1:+.0%})" for said, found in pairs]
+        cells = [
+            f"{predicted:.1f}, {found:.1f} ({predicted / found - 1:+.0%})"
+            for predicted, found in pairs
+        ]
         return f"| {self.machine} | {self.what} | {' | '.join(cells)} | {self.version} |"
 
 

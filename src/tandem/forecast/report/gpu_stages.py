@@ -18,7 +18,7 @@ from tandem.devices.cuda.checks import require_cuda
 from tandem.devices.cuda.hand_over_trial import find_signals, graph_costs
 from tandem.devices.cuda.streams import CudaStreams, HostCopy, Stream
 from tandem.forecast.report.cpu_stages import logits_of, save_tiny_model
-from tandem.forecast.report.stages import NotHereError, Said, Stage
+from tandem.forecast.report.stages import NotHereError, Stage, StageResult
 from tandem.generate.generator import Generator
 from tandem.hf.runtime import require_runtime
 from tandem.kernels.formats import ExpertLayout, find_format
@@ -34,15 +34,15 @@ _LAUNCHES = 50
 _MOST_DIVERGENCE = 1e-3
 
 
-def gpu() -> Said:
+def gpu() -> StageResult:
     """Describe the GPU and its driver."""
     import triton
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return Said(f"{require_cuda()}, {versions}, triton {triton.__version__}")
+    return StageResult(f"{require_cuda()}, {versions}, triton {triton.__version__}")
 
 
-def hand_over() -> Said:
+def hand_over() -> StageResult:
     """Time the hand-over of layers between a graph and a host thread."""
     streams = CudaStreams()
     signals = find_signals(streams)
@@ -54,7 +54,7 @@ def hand_over() -> Said:
     )
     layer, way = costs.layer_seconds * 1e6, costs.cpu_begin_seconds * 1e6
     numbers = {"layer_microseconds": layer, "one_way_microseconds": way}
-    return Said(f"{signals.name}: a layer {layer:.1f} us, one way {way:.1f} us", numbers)
+    return StageResult(f"{signals.name}: a layer {layer:.1f} us, one way {way:.1f} us", numbers)
 
 
 def _memories() -> tuple[CudaStreams, Tensor, Tensor]:
@@ -69,7 +69,7 @@ def _pin(streams: CudaStreams, host: Tensor) -> None:
         raise ExecutionError("the driver does not register the host's memory")
 
 
-def pinned_copies() -> Said:
+def pinned_copies() -> StageResult:
     """Time copies from registered memory against pageable memory."""
     streams, host, target = _memories()
 
@@ -92,14 +92,14 @@ def pinned_copies() -> Said:
     in_pieces = len(small) * (1 << 20) / streams.seconds(Stream.FETCH, copy_small) / 1e9
     streams.synchronize()
     streams.unpin(host)
-    return Said(
+    return StageResult(
         f"pageable {pageable:.1f} GB/s, pinned {pinned:.1f} GB/s, pieces of 1 MiB {in_pieces:.1f} "
         f"GB/s at {queued * 1e6:.1f} us of the host each",
         {"pageable": pageable, "pinned": pinned, "pieces": in_pieces},
     )
 
 
-def batched_copies() -> Said:
+def batched_copies() -> StageResult:
     """Time one call for several copies against one call per copy, on the host and on the link."""
     streams, host, target = _memories()
     _pin(streams, host)
@@ -111,7 +111,7 @@ def batched_copies() -> Said:
     alone = _copy_speed(streams, pieces)
     streams.unpin(host)
     name = "one call" if has_batch else "no batched copy in this driver"
-    return Said(f"{name}: {together}; one by one {alone}")
+    return StageResult(f"{name}: {together}; one by one {alone}")
 
 
 def _copy_speed(streams: CudaStreams, pieces: list[HostCopy]) -> str:
@@ -127,7 +127,7 @@ def _copy_speed(streams: CudaStreams, pieces: list[HostCopy]) -> str:
     return f"{rate:.1f} GB/s at {queued / len(pieces) * 1e6:.1f} us of the host a copy"
 
 
-def throttle() -> Said:
+def throttle() -> StageResult:
     """Check that a pause lasts as long as it should."""
     streams = CudaStreams()
     streams.pause(Stream.FETCH, 1e-3)
@@ -137,10 +137,10 @@ def throttle() -> Said:
     queued = time.perf_counter() - begin
     streams.synchronize()
     took = time.perf_counter() - begin
-    return Said(f"20 ms took {took * 1e3:.2f} ms, queued in {queued * 1e6:.0f} us")
+    return StageResult(f"20 ms took {took * 1e3:.2f} ms, queued in {queued * 1e6:.0f} us")
 
 
-def memory_bandwidth() -> Said:
+def memory_bandwidth() -> StageResult:
     """Time a read of much device memory."""
     data = torch.ones(1 << 28, dtype=torch.float32, device="cuda")
 
@@ -148,20 +148,22 @@ def memory_bandwidth() -> Said:
         data.sum()
 
     rate = data.nbytes / _seconds(read) / 1e12
-    return Said(f"sum reads {rate:.2f} TB/s", {"terabytes_per_second": rate})
+    return StageResult(f"sum reads {rate:.2f} TB/s", {"terabytes_per_second": rate})
 
 
-def kernels_few() -> Said:
+def kernels_few() -> StageResult:
     """Time the vector kernels: experts of Qwen3-30B-A3B's shape, one token each."""
-    return Said("; ".join(_kernel_speed(name, 1) for name in ("int4", "int8", "bf16", "mxfp4")))
+    return StageResult(
+        "; ".join(_kernel_speed(name, 1) for name in ("int4", "int8", "bf16", "mxfp4"))
+    )
 
 
-def kernels_many() -> Said:
+def kernels_many() -> StageResult:
     """Time the matrix kernels: 128 tokens for each expert."""
-    return Said("; ".join(_kernel_speed(name, 128) for name in ("int4", "bf16")))
+    return StageResult("; ".join(_kernel_speed(name, 128) for name in ("int4", "bf16")))
 
 
-def graph() -> Said:
+def graph() -> StageResult:
     """Capture two graphs with eager work between them, and replay them."""
     x, capture = torch.zeros(4, device="cuda"), CudaCapture(torch.device("cuda"))
     with on_capture_stream(capture):
@@ -181,29 +183,29 @@ def graph() -> Said:
     for _ in range(_REPLAYS):
         first.replay()
     seconds = (time.perf_counter() - begin) / _REPLAYS
-    return Said(f"a replay costs the host {seconds * 1e6:.1f} us")
+    return StageResult(f"a replay costs the host {seconds * 1e6:.1f} us")
 
 
-def broken_capture() -> Said:
+def broken_capture() -> StageResult:
     """Break a capture; random numbers, the allocator and another capture must still work."""
     device = torch.device("cuda", 0)
     capture, x = CudaCapture(device), torch.zeros(4, device=device)
-    said = "nothing raised"
+    message = "nothing raised"
     with on_capture_stream(capture):
         capture.begin()
         try:
             torch.rand(4, device=device)
             (x + 1).sum().item()
         except RuntimeError as error:
-            said = str(error).partition("\n")[0]
+            message = str(error).partition("\n")[0]
         capture.abandon()
     torch.cuda.empty_cache()
     torch.rand(4, device=device).tolist()
     graph()
-    return Said(f"undone after: {said}")
+    return StageResult(f"undone after: {message}")
 
 
-def small_model(device: str = "cuda") -> Said:
+def small_model(device: str = "cuda") -> StageResult:
     """Compare a tiny model with half of its experts on the GPU with the same model on the CPU.
 
     Raises `ExecutionError` if their logits disagree.
@@ -227,7 +229,7 @@ def small_model(device: str = "cuda") -> Said:
         raise ExecutionError(f"its logits are {divergence:.2g} nats from the CPU's")
     slower = f"; {ours.why_slower}" if ours.why_slower else ""
     text = f"KL at most {max(0.0, divergence):.1e} nats from the CPU in fp32{slower}"
-    return Said(text, {"kl": divergence})
+    return StageResult(text, {"kl": divergence})
 
 
 def _kernel_speed(name: str, num_tokens: int) -> str:

@@ -94,8 +94,8 @@ def _finding_without_names(finding: Finding) -> Finding:
 
 
 def _outcome_without_names(outcome: Outcome) -> Outcome:
-    said = replace(outcome.said, text=without_private_data(outcome.said.text))
-    return replace(outcome, said=said, details=without_private_data(outcome.details))
+    result = replace(outcome.said, text=without_private_data(outcome.said.text))
+    return replace(outcome, said=result, details=without_private_data(outcome.details))
 
 
 def _places() -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.measuring.profiler import with_timed_steps
 from tandem.experts.store.host_memory import available_bytes
 from tandem.forecast.gpu_forecast import forecast_on_gpu, geometry_of, shape_sizes
-from tandem.forecast.report.stages import NotHereError, Said, Stage
+from tandem.forecast.report.stages import NotHereError, Stage, StageResult
 from tandem.forecast.speed_forecast import PROMPT_TOKENS, ROUNDS, forecast_speed
 from tandem.generate.generator import Generator
 from tandem.hf.assembly import profile_of
@@ -46,15 +46,15 @@ class Speeds(NamedTuple):
 
 def compare(
     what: str, forecast: Speeds, measured: Speeds, profile: HardwareProfile | None = None
-) -> Said:
+) -> StageResult:
     """Report a forecast beside its measurement."""
     parts = [
-        f"{name} {found:.1f} tok/s, forecast {said:.1f} ({said / found - 1:+.0%})"
-        for name, said, found in zip(("prompt", "decode"), forecast, measured, strict=True)
+        f"{name} {found:.1f} tok/s, forecast {predicted:.1f} ({predicted / found - 1:+.0%})"
+        for name, predicted, found in zip(("prompt", "decode"), forecast, measured, strict=True)
     ]
     numbers = {f"forecast_{name}": value for name, value in forecast._asdict().items()}
     numbers |= {f"measured_{name}": value for name, value in measured._asdict().items()}
-    return Said(f"{what}: {', '.join(parts)}", numbers, profile)
+    return StageResult(f"{what}: {', '.join(parts)}", numbers, profile)
 
 
 _SHORTEST_SECONDS = 0.1  # system counters have a resolution of 0.01 s
@@ -86,7 +86,7 @@ def _seconds_of_others() -> float:
     return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Said:
+def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> StageResult:
     """Forecast a shape's speed from few of its layers, then measure it whole.
 
     The forecast is measured in `rounds` rounds.
@@ -106,9 +106,9 @@ def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Sai
         measured = _measured(model)
         require_runtime(model).executor.close()
     times = PROMPT_TOKENS / measured.prompt, 1 / measured.decode
-    said = Speeds(forecast.prefill_tokens_per_second, forecast.decode_tokens_per_second)
+    predicted = Speeds(forecast.prefill_tokens_per_second, forecast.decode_tokens_per_second)
     found = compare(
-        f"{num_layers} layers, forecast from {forecast.measured_layers}", said, measured,
+        f"{num_layers} layers, forecast from {forecast.measured_layers}", predicted, measured,
         with_timed_steps(profile, PROMPT_TOKENS, *times),
     )  # fmt: skip
     text = f"{found.text}; other programs took {(cores := others.cores):.1f} cores meanwhile"
@@ -126,7 +126,7 @@ def _cut_to_memory(shape: ModelShape, offload: OffloadConfig) -> ModelShape:
     return shape.cut(num_layers)
 
 
-def on_gpu(shape: ModelShape, share: float, device: str = "cuda") -> Said:
+def on_gpu(shape: ModelShape, share: float, device: str = "cuda") -> StageResult:
     """Simulate layers with a share of their experts on the GPU, then measure the same layers."""
     with TemporaryDirectory() as folder:
         offload = OffloadConfig(expert_dtype="int4", device=device, cache_dir=folder)
@@ -149,8 +149,8 @@ def on_gpu(shape: ModelShape, share: float, device: str = "cuda") -> Said:
         runtime.use(ForcedRouting(executor, routing))
         measured = _measured(model)
         executor.close()
-    said = Speeds(forecast.prefill_tokens_per_second, forecast.decode_tokens_per_second)
-    return compare(f"{share:.0%} of the experts on the GPU", said, measured, profile)
+    predicted = Speeds(forecast.prefill_tokens_per_second, forecast.decode_tokens_per_second)
+    return compare(f"{share:.0%} of the experts on the GPU", predicted, measured, profile)
 
 
 def _measured(model: object) -> Speeds:

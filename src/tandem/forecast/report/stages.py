@@ -32,7 +32,7 @@ class NotHereError(TandemError):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class StageResult:
     """A stage's result: a line of text, and its numbers."""
 
     text: str
@@ -46,7 +46,7 @@ class Stage:
     """One stage: a name, and the function that runs it."""
 
     name: str
-    run: Callable[[], Said]
+    run: Callable[[], StageResult]
     """A module-level function, because the child process imports it."""
     limit_seconds: float = 120.0
 
@@ -57,7 +57,7 @@ class Outcome:
 
     name: str
     state: Literal["ok", "failed", "not here"]
-    said: Said
+    said: StageResult
     seconds: float
     details: str = ""
     """The end of a failure's traceback."""
@@ -93,8 +93,8 @@ class _Child:
         except (EOFError, OSError):
             return self._lost(stage, self._how_it_ended(), time.perf_counter() - start)
         if found is None:
-            said = f"took longer than {stage.limit_seconds:.0f} s"
-            return self._lost(stage, said, time.perf_counter() - start)
+            reason = f"took longer than {stage.limit_seconds:.0f} s"
+            return self._lost(stage, reason, time.perf_counter() - start)
         return found
 
     def end(self) -> None:
@@ -118,10 +118,10 @@ class _Child:
         self._connection = ours
         return ours
 
-    def _lost(self, stage: Stage, said: str, seconds: float) -> Outcome:
+    def _lost(self, stage: Stage, reason: str, seconds: float) -> Outcome:
         self.end()
         details = _end_of(self._errors.read_text(errors="replace") if self._errors.exists() else "")
-        return Outcome(stage.name, "failed", Said(said), seconds, details)
+        return Outcome(stage.name, "failed", StageResult(reason), seconds, details)
 
     def _how_it_ended(self) -> str:
         if self._process is None:
@@ -152,15 +152,15 @@ def _serve(connection: Connection, errors: str) -> None:
 def _outcome(stage: Stage) -> Outcome:
     start = time.perf_counter()
     try:
-        said = stage.run()
+        result = stage.run()
     except NotHereError as error:
-        return Outcome(stage.name, "not here", Said(str(error)), time.perf_counter() - start)
+        return Outcome(stage.name, "not here", StageResult(str(error)), time.perf_counter() - start)
     except Exception as error:
         first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
         seconds = time.perf_counter() - start
         details = _end_of(traceback.format_exc())
-        return Outcome(stage.name, "failed", Said(first_line), seconds, details)
-    return Outcome(stage.name, "ok", said, time.perf_counter() - start)
+        return Outcome(stage.name, "failed", StageResult(first_line), seconds, details)
+    return Outcome(stage.name, "ok", result, time.perf_counter() - start)
 
 
 def _end_of(text: str) -> str:

@@ -84,8 +84,8 @@ def new_speculation(name: str, parts: DraftParts) -> Speculation | None:
     if name == "none":
         return None
     DRAFTERS.factory("lookup" if name == "auto" else name)
-    wanted = {"lookup", *([] if parts.draft is None else ["model"])} | ({name} - {"auto"})
-    made = [_made(each, parts) for each in DRAFTERS if each in wanted]
+    names = {"lookup", *([] if parts.draft is None else ["model"])} | ({name} - {"auto"})
+    made = [_made(each, parts) for each in DRAFTERS if each in names]
     models = [one for one in made if isinstance(one, DraftModel)]
     free = [one for one in made if one is not None and not isinstance(one, DraftModel)]
     ways = [*free, *(PaidDrafts(one, time.perf_counter) for one in models)]

@@ -39,9 +39,9 @@ class _Pairs:
 
     def cut_to(self, num_read: int) -> None:
         """Make all pairs after the first `num_read` unread again, with zeros as hidden states."""
-        gone = self.num_read - num_read
-        self.rows = torch.cat([self.rows.new_zeros(gone, self.rows.shape[1]), self.rows])
-        self.first -= gone
+        num_dropped = self.num_read - num_read
+        self.rows = torch.cat([self.rows.new_zeros(num_dropped, self.rows.shape[1]), self.rows])
+        self.first -= num_dropped
 
 
 class MtpLayer:

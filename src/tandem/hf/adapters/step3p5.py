@@ -16,7 +16,7 @@ from tandem.foreign_types import PreTrainedConfig
 class Step3p5ForCausalLM(Step3p7PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """Transformers' text model of Step-3.7 with its output head, without the tower."""
 
-    BESIDE_TOWER = "step3p7"  # its checkpoints have the same names
+    MULTIMODAL_TYPE = "step3p7"  # its checkpoints have the same names
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: PreTrainedConfig) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.experts.execution.asked_routers import SCORINGS
+from tandem.experts.execution.look_ahead_routers import SCORINGS
 from tandem.hf.lookahead.routers import Router
 from tandem.hf.token_tables import is_by_token
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tandem.experts.execution.asked_routers import AskedRouter
+from tandem.experts.execution.look_ahead_routers import LookAheadRouter
 from tandem.experts.store.host_store import HostStore
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.experts import Bound
@@ -50,7 +50,7 @@ class LookAhead:
             for layer, router in enumerate(routers)
         ]
 
-    def for_graphs(self) -> list[AskedRouter | None] | None:
+    def for_graphs(self) -> list[LookAheadRouter | None] | None:
         """Return the routers after the first as captured steps run them; None if impossible.
 
         It is possible if "residual" is the only source, and each router is one product or chooses
@@ -60,7 +60,7 @@ class LookAhead:
         if linear is None:
             return None
         return [
-            AskedRouter(found.weight, found.bias, mean, found.scoring) if found else None
+            LookAheadRouter(found.weight, found.bias, mean, found.scoring) if found else None
             for found, mean in zip(linear, self.residuals.means, strict=True)
         ]
 
@@ -74,11 +74,11 @@ class LookAhead:
             router = self._routers[layer]
             token_ids = router.token_ids(args, options) if router.reads_tokens else None
             hidden = args[0].detach().reshape(-1, args[0].shape[-1])
-            opaque(ROUTER_INPUT, self._hear, layer, hidden, token_ids)
+            opaque(ROUTER_INPUT, self._take_input, layer, hidden, token_ids)
 
         return listen
 
-    def _hear(self, layer: int, hidden: Tensor, token_ids: Tensor | None) -> None:
+    def _take_input(self, layer: int, hidden: Tensor, token_ids: Tensor | None) -> None:
         """Record a router's input, and learn its difference from the previous router's input."""
         if layer == 0 or token_ids is not None:
             self._token_ids = token_ids
@@ -143,9 +143,9 @@ def look_ahead(
     if isinstance(routers, str):
         return routers
     shape = len(store), routers[0].hidden_size, model.device
-    given = Path(residuals_path) if residuals_path else calibrated_path(model, cache_path)
-    if residuals_path or given.is_file():
-        residuals = Residuals.load(given, model_identity(model), *shape)
+    path = Path(residuals_path) if residuals_path else calibrated_path(model, cache_path)
+    if residuals_path or path.is_file():
+        residuals = Residuals.load(path, model_identity(model), *shape)
     else:
         residuals = Residuals(*shape)
     return LookAhead(routers, residuals, sources)

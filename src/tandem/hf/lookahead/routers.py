@@ -37,9 +37,11 @@ class Router(NamedTuple):
 
     def token_ids(self, args: Sequence[object], options: dict[str, object]) -> Tensor | None:
         """Return the token ids among the arguments of a router's call; None if there are none."""
-        given = [*zip(self.rest, args[1:], strict=False)]
-        given += [(part, options.get(name)) for name, part in self.options.items()]
-        return next((x for part, x in given if part is TOKEN_IDS and isinstance(x, Tensor)), None)
+        arguments = [*zip(self.rest, args[1:], strict=False)]
+        arguments += [(part, options.get(name)) for name, part in self.options.items()]
+        return next(
+            (x for part, x in arguments if part is TOKEN_IDS and isinstance(x, Tensor)), None
+        )
 
     def choose(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """Return the experts (n_tokens, top_k) that the router chooses for a hidden state.

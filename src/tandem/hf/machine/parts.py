@@ -10,13 +10,13 @@ from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
 from tandem.experts.cache.host_slots import READERS, HostSlots
 from tandem.experts.cache.policy_tables import NATIVE_TABLES, host_slot_eviction
 from tandem.experts.cache.sizing import MemoryShare
-from tandem.experts.execution.asked_routers import AskedRouter
 from tandem.experts.execution.batch import ExpertFunctions
 from tandem.experts.execution.captured_steps import CapturedSteps, captured_layers
 from tandem.experts.execution.device import Device
 from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.expert_kernels import ExpertKernels
 from tandem.experts.execution.hybrid_executor import HybridExecutor
+from tandem.experts.execution.look_ahead_routers import LookAheadRouter
 from tandem.experts.measuring.profiler import MeasuredExperts, with_link
 from tandem.experts.store.host_store import HostStore
 from tandem.foreign_types import PreTrainedModel
@@ -53,7 +53,7 @@ class ObservedModel:
     """Holds some of the experts in memory; None: all experts are in memory."""
     runs_in_order: bool
     """Whether each token passes through all layers of the store exactly once, in order."""
-    asked_routers: Sequence[AskedRouter | None] | None = None
+    look_ahead_routers: Sequence[LookAheadRouter | None] | None = None
     """The routers after the first one, if a graph can run them ahead. The entry of a router whose
     choice is known is None."""
 
@@ -65,8 +65,8 @@ class ObservedModel:
     @property
     def link_bytes_per_second(self) -> float | None:
         """The link's bandwidth that the options set."""
-        wanted = self.options.link_bandwidth
-        return None if wanted is None else parse_bandwidth(wanted)
+        bandwidth = self.options.link_bandwidth
+        return None if bandwidth is None else parse_bandwidth(bandwidth)
 
     def bind(self, executor: Executor) -> None:
         """Make the model's experts modules compute through an executor from now on."""
@@ -120,7 +120,7 @@ class ObservedModel:
 
     def why_planned(self) -> str | None:
         """Return the option that steps in one graph cannot follow; None: they follow all."""
-        if self.options.look_ahead and self.asked_routers is None:
+        if self.options.look_ahead and self.look_ahead_routers is None:
             return "look-ahead, as not each router is one product"
         return self.options.why_planned()
 

@@ -98,9 +98,9 @@ class MatrixBlocks:
             super_bytes = fmt.scale_bytes(ROWS_PER_BLOCK, cols) // fmt.supers(cols)
             shape = (blocks, fmt.supers(cols), super_bytes)
             return cls(words, scales.view(torch.uint8).view(shape))
-        lanes = ROWS_PER_BLOCK // encoding.rows_per_scale
+        num_scales = ROWS_PER_BLOCK // encoding.rows_per_scale
         lines = fmt.padded_cols(cols) // fmt.group_size * encoding.lines
-        return cls(words, scales.view(SCALE_DTYPES[encoding.scale]).view(blocks, lines, lanes))
+        return cls(words, scales.view(SCALE_DTYPES[encoding.scale]).view(blocks, lines, num_scales))
 
     def every_nth(self, step: int, first: int) -> "MatrixBlocks":
         """Return a view of every `step`-th block, from `first` on."""

@@ -107,8 +107,8 @@ class ExpertLayout:
 
     def up_bias_half(self, buffer: Tensor, half: int) -> Tensor:
         """View the biases of one half's blocks: (blocks, 16) fp32."""
-        lanes = self.up_bias.of(buffer).view(torch.float32).view(-1, ROWS_PER_BLOCK)
-        return lanes[half :: self.num_halves]
+        biases = self.up_bias.of(buffer).view(torch.float32).view(-1, ROWS_PER_BLOCK)
+        return biases[half :: self.num_halves]
 
     def down_blocks(self, buffer: Tensor) -> MatrixBlocks:
         """View the blocks of the down matrix."""
@@ -182,10 +182,10 @@ def write_up_bias(
     """Write the first projection's bias, ordered as its rows, into a zeroed buffer."""
     _require_bias(layout, bias, f"{name}: the first projection")
     for half in range(layout.num_halves):
-        lanes, own = layout.up_bias_half(out, half), bias[half_rows(layout, half, is_interleaved)]
-        padded = torch.zeros(lanes.shape, device="cpu")
+        biases, own = layout.up_bias_half(out, half), bias[half_rows(layout, half, is_interleaved)]
+        padded = torch.zeros(biases.shape, device="cpu")
         padded.view(-1)[: len(own)] = own
-        lanes.copy_(padded)
+        biases.copy_(padded)
 
 
 def write_down_bias(layout: ExpertLayout, bias: Tensor, *, out: Tensor, name: str) -> None:

@@ -193,8 +193,8 @@ def _better(one: _Fit, other: _Fit) -> _Fit:
     is_better = _error(one) < _error(other)
 
     def chosen(a: Tensor, b: Tensor) -> Tensor:
-        wanted = is_better.repeat_interleave(a.shape[1] // is_better.shape[1], dim=1)
-        return torch.where(wanted, a, b)
+        mask = is_better.repeat_interleave(a.shape[1] // is_better.shape[1], dim=1)
+        return torch.where(mask, a, b)
 
     return _Fit(
         chosen(one.lines, other.lines), chosen(one.steps, other.steps),

@@ -117,8 +117,8 @@ def _chosen(is_better: Tensor, one: CodedMatrix, other: CodedMatrix) -> CodedMat
     def choose(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         if a is None or b is None:
             return None
-        wanted = is_better.repeat_interleave(a.shape[1] // is_better.shape[1], dim=1)
-        return torch.where(wanted, a, b)
+        mask = is_better.repeat_interleave(a.shape[1] // is_better.shape[1], dim=1)
+        return torch.where(mask, a, b)
 
     codes, *lines = map(choose, one.parts, other.parts)
     assert codes is not None, "every matrix has codes"

@@ -146,7 +146,7 @@ class StaticKvCache(SlotCache):
         for slot, position in zip(slots, positions, strict=True):
             self.windows.rings.note_written(slot, position + 1)
         runs = self.states.begin_decode(segments, self._step)
-        self._step.bring(slots, positions, runs, [self.prompt_lengths[slot] for slot in slots])
+        self._step.upload(slots, positions, runs, [self.prompt_lengths[slot] for slot in slots])
         if self._kernels is not None:
             return
         self._is_aligned = slots == tuple(range(num_tokens))
@@ -174,7 +174,7 @@ class StaticKvCache(SlotCache):
         self.slots = torch.full((num_tokens,), slot, device="cpu")
         self._step = self.places(num_tokens)
         nothing = Run(*[0] * len(Run._fields))
-        self._step.bring([slot] * num_tokens, positions, [nothing] * num_tokens, [0] * num_tokens)
+        self._step.upload([slot] * num_tokens, positions, [nothing] * num_tokens, [0] * num_tokens)
 
     def _prompt_length(self, segment: Segment) -> int:
         if self._is_prompt and self.is_decoding:

@@ -124,7 +124,7 @@ class StepPlaces:
     """The slots and positions of a decode step's tokens, at fixed addresses for each size."""
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
-        """Allocate memory for `num_tokens` tokens, whose slots and positions `bring` sets."""
+        """Allocate memory for `num_tokens` tokens, whose slots and positions `upload` sets."""
         self._device, self._masks = device, dict[tuple[int, int, bool], Tensor]()
         self._width = max(2, num_tokens)  # kernels are compiled for addresses of whole 16 bytes
         fields = len(Run._fields)
@@ -140,7 +140,7 @@ class StepPlaces:
         self.runs = self._memory[3 * self._width :].view(num_tokens, fields)
         """The step's runs in the layout of `device_states.Run`."""
 
-    def bring(
+    def upload(
         self,
         slots: Sequence[int],
         positions: Sequence[int],
@@ -151,14 +151,14 @@ class StepPlaces:
         gap = [0] * (self._width - len(slots))
         rows = (*slots, *gap, *positions, *gap, *prompt_lengths, *gap)
         numbers = [*rows, *(number for run in runs for number in run)]
-        self._twin.bring(numbers)
+        self._twin.upload(numbers)
         for kind, mask in self._masks.items():
             mask.copy_(self._seen(*kind, mask.shape[3]))
 
     def mask(self, form: AttentionForm, capacity: int) -> Tensor:
         """Return which of `capacity` positions each token sees: (n_tokens, 1, 1, capacity).
 
-        The mask is always the same tensor, which `bring` updates.
+        The mask is always the same tensor, which `upload` updates.
         """
         kind = form.window, form.chunk, form.keeps_prompt
         if kind not in self._masks or self._masks[kind].shape[3] != capacity:

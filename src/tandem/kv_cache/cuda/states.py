@@ -88,7 +88,7 @@ class DeviceStates(KeptStates[DeviceLayer]):
     def begin_decode(self, segments: Sequence[Segment], places: StepPlaces) -> list[Run]:
         """Announce a step's tokens, slot by slot; padding tokens follow them.
 
-        Returns the runs, which the caller must pass to `places.bring`; a captured step reads them
+        Returns the runs, which the caller must pass to `places.upload`; a captured step reads them
         there. All but the first token of a slot may be taken back.
         """
         runs = places.runs

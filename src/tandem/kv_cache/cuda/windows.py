@@ -112,13 +112,13 @@ class DeviceWindows:
         heads = None if sinks is None else sinks.reshape(-1, 1)
         return attention_in_pieces(form, of_tokens, keys, keys, mask, heads)[0]
 
-    def of_step(self, number: int, rows: StepPlaces, length: int, call: AttentionCall) -> Tensor:
+    def of_step(self, number: int, step: StepPlaces, length: int, call: AttentionCall) -> Tensor:
         """Append a step's tokens to a layer, and attend as `of_prompt` does.
 
         If no keys are selected, tokens see the compressed keys of the first `length` positions.
         """
         form, query, key, _, sinks, selected, new, _ = call
-        layer, slots, positions = self._layer(number, call), rows.slots, rows.positions
+        layer, slots, positions = self._layer(number, call), step.slots, step.positions
         if self._kernels is not None:
             compressed = None if new is None else new.key
             return self._kernels.in_windows(

@@ -27,25 +27,25 @@ class _Read(NamedTuple):
     cpu_done: float  # when the CPU has computed them, if it has nothing else
     gpu_seconds: float = 0.0
     # Time from the end of other copies until the last is done, if reads are early.
-    behind_link: float = float("-inf")
-    behind_reads: float = float("-inf")  # when the last is done, if there are no other copies
+    after_link: float = float("-inf")
+    after_reads: float = float("-inf")  # when the last is done, if there are no other copies
 
     @classmethod
     def of(cls, problem: LayerProblem, on_disk: Sequence[int], fetch: int, link: float) -> "_Read":
         """Return the times if the first `fetch` are fetched; the CPU's experts are read earlier."""
         left, total, copied = on_disk[fetch:], 0.0, 0.0
-        behind_link = behind_reads = float("-inf")
+        after_link = after_reads = float("-inf")
         end = arrived = added(problem.read for _ in left)
         for i in on_disk[:fetch]:
             seconds = problem.gpu[i]
             end += problem.read
             copied += link
             arrived = max(arrived, end) + link
-            behind_link = max(behind_link, copied) + seconds
-            behind_reads = max(behind_reads, arrived) + seconds
+            after_link = max(after_link, copied) + seconds
+            after_reads = max(after_reads, arrived) + seconds
             total += seconds
         on_cpu = computed_as_read(problem, left)
-        return cls(fetch, bool(left), *on_cpu, total, behind_link, behind_reads)
+        return cls(fetch, bool(left), *on_cpu, total, after_link, after_reads)
 
     def copied(self, problem: LayerProblem, link: float, others: int, done: float) -> float:
         """Return when the GPU has computed the last fetched expert.
@@ -53,7 +53,7 @@ class _Read(NamedTuple):
         `others` more experts are copied first, and the GPU has computed them at `done`.
         """
         busy = problem.link_busy + others * link
-        return max(done + self.gpu_seconds, busy + self.behind_link, self.behind_reads)
+        return max(done + self.gpu_seconds, busy + self.after_link, self.after_reads)
 
 
 class _Residents(NamedTuple):

@@ -27,7 +27,7 @@ class LayerProblem(NamedTuple):
     cpu_first: float  # added for the first expert on the CPU
     link: float  # seconds to copy one expert
     link_busy: float  # seconds until the link can start a new copy
-    max_fetches: int  # equation 9: how many absent experts may be brought in
+    max_fetches: int  # equation 9: how many absent experts may be fetched
     cpu_slowdown: float = 1.0  # factor on CPU seconds while the link is busy
     # Factor contained in `link`, which does not apply if the CPU computes no experts.
     link_slowdown: float = 1.0

@@ -131,7 +131,7 @@ class RuleChoice:
     def _weigh(self, hits: Sequence[int]) -> None:
         base = hits[self.followed]
         self._leads = [max(0, n + now - base) for n, now in zip(self._leads, hits, strict=True)]
-        beyond = [n - wanted for n, wanted in zip(self._leads, self._margins(), strict=True)]
+        beyond = [n - margin for n, margin in zip(self._leads, self._margins(), strict=True)]
         if max(beyond) >= 0:
             self._times_left += self.followed == NEXT_USE
             self._own = beyond.index(max(beyond))

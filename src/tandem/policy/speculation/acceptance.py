@@ -51,18 +51,18 @@ class Acceptance:
         self._common.add(self.decay, is_hit=is_hit)
         self._rates[evidence].add(self.decay, is_hit=is_hit)
 
-    def chances(self, evidence: Sequence[int], told: Sequence[float] = ()) -> list[float]:
+    def chances(self, evidence: Sequence[int], estimates: Sequence[float] = ()) -> list[float]:
         """Return, for each token of a draft, the chance that it and all before it are right.
 
-        `told` has the drafter's own estimates for the tokens, which count while few tokens with
-        the same evidence have been judged.
+        `estimates` are the drafter's own for the tokens, which count while few tokens with the same
+        evidence have been judged.
         """
         expected, weight = self.prior, self.prior_weight
         if self.common_weight:
             expected, weight = self._common.share(expected, weight), self.common_weight
         chance, chances = 1.0, []
         for place, kind in enumerate(evidence):
-            share = self._rates[kind].share(told[place] if told else expected, weight)
+            share = self._rates[kind].share(estimates[place] if estimates else expected, weight)
             chance *= share
             chances.append(chance)
         return chances

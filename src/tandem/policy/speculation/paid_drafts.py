@@ -105,8 +105,8 @@ class PaidDrafts:
         elif gains[count] > _LEAST_GAIN:
             self._patience = _TRIED_AGAIN_AFTER
         terms = _Terms(batch, count, gains[count] * batch / one, costs, is_trial)
-        asked = counts[-1] if self._is_sure and not is_trial else count
-        most = {slot: min(asked, rooms[slot]) for slot in wanting}
+        num_requested = counts[-1] if self._is_sure and not is_trial else count
+        most = {slot: min(num_requested, rooms[slot]) for slot in wanting}
         gain = float("inf") if is_trial else gains[count]
         return Plan(gain, _LEAST_GAIN, partial(self._draft, wanting, most, terms))
 
@@ -171,7 +171,7 @@ class PaidDrafts:
             return {slot: draft.tokens for slot, draft in found.items() if len(draft.tokens)}
         return self._worth(found, terms)
 
-    def _note(self, slot: int, draft: SureDraft, length: int, asked: int) -> None:
+    def _note(self, slot: int, draft: SureDraft, length: int, num_requested: int) -> None:
         """Store a draft of a sequence of this many tokens, to be judged later."""
         tokens, count = draft.tokens, len(draft.tokens)
         if not count:  # an empty draft took time, too
@@ -181,7 +181,7 @@ class PaidDrafts:
         self._open[slot] = _Judged(
             OpenDraft(Draft(tokens, range(count)), length),
             OpenDraft(Draft(tokens[: len(surenesses)], surenesses), length),
-            0 < count < asked,
+            0 < count < num_requested,
         )
 
     def _least(self, terms: _Terms) -> float:
@@ -196,8 +196,8 @@ class PaidDrafts:
         chances = sorted(
             (
                 (chance, slot)
-                for slot, (_, told) in found.items()
-                for chance in self.sureness.chances(_kinds(told), told)
+                for slot, (_, estimates) in found.items()
+                for chance in self.sureness.chances(_kinds(estimates), estimates)
             ),
             reverse=True,
         )

@@ -24,7 +24,7 @@ from tandem.kernels.opaque_calls import (
     WITHOUT_EFFECTS,
 )
 from tandem.kernels.recurrent import StateTokens
-from tandem.kv_cache.attention_call import Beside
+from tandem.kv_cache.attention_call import OptionalTensors
 from tandem.recording.fusion.elementwise import are_floats
 from tandem.recording.fusion.graph import Found, Graph
 from tandem.recording.program import NativeCall, require_contiguous
@@ -84,7 +84,8 @@ class _Call(NamedTuple):
 def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
     """Match a decode step's attention, for tensors (heads, n_tokens, dim) that are dense in `dim`.
 
-    After queries, keys and values, the call may have the tensors of `AttentionCall.beside`.
+    After queries, keys and values, the call may have an `AttentionCall`'s
+    `optional_tensors`.
     """
     cache, attention, *refs = operation.args
     tensors = [graph.tensor(ref) for ref in refs]
@@ -94,10 +95,10 @@ def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | Non
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (q, k, v, *more), (out,) = inputs, outputs
-        given = Beside.of(attention, more)
+        optional = OptionalTensors.of(attention, more)
         program.add_attention(
-            attention.native, slots, positions, q, k, v, given.selected, out, given.compressed,
-            given.bias_states, given.sinks,
+            attention.native, slots, positions, q, k, v, optional.selected, out,
+            optional.compressed, optional.bias_states, optional.sinks,
         )  # fmt: skip
 
     return _Call(NativeCall(add, cache.threads), refs)

@@ -124,12 +124,12 @@ def kind_and_operands(graph: Graph, operation: Operation) -> tuple[str, list[obj
 def _clamp(
     name: str, args: list[object], kwargs: dict[str, object]
 ) -> tuple[str, list[object]] | None:
-    given = [*args[1:], *[None] * (3 - len(args))]
+    bounds = [*args[1:], *[None] * (3 - len(args))]
     if name == "clamp_max":
-        given = [None, args[1] if len(args) > 1 else kwargs.get("max")]
+        bounds = [None, args[1] if len(args) > 1 else kwargs.get("max")]
     elif name not in ("clamp", "clamp_min"):
         return None
-    low, high = given
+    low, high = bounds
     low, high = kwargs.get("min", low), kwargs.get("max", high)
     lowest = -float("inf") if low is None else low
     return "clamp", [args[0], lowest, float("inf") if high is None else high]

@@ -40,11 +40,11 @@ def find_small_linears(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
 
 def pack_small(weight: Tensor, bias: Tensor | None) -> DenseWeight | None:
     """Return a weight (out, in) and bias packed as bf16; None if large, or not exact in bf16."""
-    given = [weight] if bias is None else [weight, bias]
+    parameters = [weight] if bias is None else [weight, bias]
     if (
         weight.dim() != 2
         or weight.numel() > _SMALL_WEIGHTS
-        or not all(map(_is_exact_in_bf16, given))
+        or not all(map(_is_exact_in_bf16, parameters))
     ):
         return None
     return pack_dense(weight, bias, _BF16)

@@ -90,7 +90,7 @@ async function goOn() {
   try {
     await receive(answer, parts, mine.signal);
   } catch (error) {
-    if (error.name !== "AbortError") answer.problem = said(error);
+    if (error.name !== "AbortError") answer.problem = describe(error);
   }
   if (running !== mine) return; // another chat is shown meanwhile
   running = null;
@@ -109,7 +109,7 @@ async function receive(answer, parts, signal) {
   throw new Error("the connection broke before the answer was complete");
 }
 
-function said(error) {
+function describe(error) {
   return error instanceof TypeError ? "the server does not answer, or the connection broke" : error.message;
 }
 
@@ -129,7 +129,7 @@ function finish(answer, parts) {
   draw(answer, parts);
   const isAnswered = answer.content !== "" || answer.calls.length > 0;
   if (isAnswered) conversation.push(messageOf(answer));
-  const asked = !isAnswered && lastRole() === "user" ? conversation.pop() : null;
+  const unanswered = !isAnswered && lastRole() === "user" ? conversation.pop() : null;
   keepConversation(conversation);
   stickToEnd(() => {
     drawCalls(parts.message, answer.calls, []);
@@ -137,7 +137,7 @@ function finish(answer, parts) {
     const foot = make("p", "about", parts.message);
     make("span", "", foot).textContent = figuresOf(answer);
     if (answer.content) addCopy(foot, () => answer.content);
-    addAgain(foot, parts.message, isAnswered, asked);
+    addAgain(foot, parts.message, isAnswered, unanswered);
   });
   showRunning(parts.message, false);
   if (answer.problem) askModel();
@@ -186,8 +186,8 @@ function figuresOf(answer) {
   return figures.join("  ·  ");
 }
 
-// Asks the same once more, in the place of an answer; `asked` is what was left unanswered.
-function addAgain(foot, message, isAnswered, asked) {
+// Asks the same once more, in the place of an answer; `unanswered` is a message without an answer.
+function addAgain(foot, message, isAnswered, unanswered) {
   const button = make("button", "quiet again", foot);
   button.type = "button";
   button.textContent = "Try again";
@@ -196,7 +196,7 @@ function addAgain(foot, message, isAnswered, asked) {
     if (isAnswered) conversation.pop();
     message.remove();
     find("prompt").focus();
-    if (asked) conversation.push(asked);
+    if (unanswered) conversation.push(unanswered);
     goOn();
   });
 }

@@ -152,7 +152,7 @@ def _tiled_heads(config: PreTrainedConfig) -> Tensor:
     return _tiled(config, 1)
 
 
-def _tiled_behind_keys(config: PreTrainedConfig) -> Tensor:
+def _tiled_after_keys(config: PreTrainedConfig) -> Tensor:
     before = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     return torch.cat((torch.arange(before, device="cpu"), before + _tiled_values(config)))
 
@@ -190,11 +190,11 @@ QWEN3_NEXT: Names = _DELTA | {
     "linear_attn.out_proj": "ssm_out",
 }
 QWEN3_5: Names = _DELTA | {
-    "in_proj_qkv": Recipe(("attn_qkv",), rows=_tiled_behind_keys),
+    "in_proj_qkv": Recipe(("attn_qkv",), rows=_tiled_after_keys),
     "in_proj_z": Recipe(("attn_gate",), rows=_tiled_values),
     "in_proj_a": Recipe(("ssm_alpha",), rows=_tiled_heads),
     "in_proj_b": Recipe(("ssm_beta",), rows=_tiled_heads),
-    "linear_attn.conv1d": Recipe(("ssm_conv1d",), rows=_tiled_behind_keys),
+    "linear_attn.conv1d": Recipe(("ssm_conv1d",), rows=_tiled_after_keys),
     "linear_attn.A_log": Recipe(("ssm_a",), values=_heads_in_order),
     "linear_attn.dt_bias": Recipe(("ssm_dt.bias",), rows=_tiled_heads),
     "linear_attn.out_proj": Recipe(("ssm_out",), columns=lambda c: _tiled_values(c).argsort()),

@@ -77,12 +77,12 @@ def plan(configuration: Configuration, folder: Path, experts_bytes: int = 0) -> 
     words += ["--draft", str(folder / _DRAFT)] if configuration.has_draft else []
     for name, value in offload_options(configuration, experts_bytes).items():
         words += [f"--{name.replace('_', '-')}", value]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         code = tandem_command(words)
     if code:
         raise RuntimeError(f"tandem {' '.join(words)} ended with {code}")
-    found: dict[str, Any] = json.loads(said.getvalue().splitlines()[-1])
+    found: dict[str, Any] = json.loads(printed.getvalue().splitlines()[-1])
     parts = dict(found["parts_bytes"])
     experts, dense = parts.pop("experts"), sum(parts.values())
     if (over_disk := found["from_disk"]) and experts_bytes:
@@ -111,7 +111,7 @@ def offload_options(configuration: Configuration, experts_bytes: int) -> dict[st
     return found
 
 
-def do(configuration: Configuration, folder: Path, experts_bytes: int = 0) -> Taken:
+def execute(configuration: Configuration, folder: Path, experts_bytes: int = 0) -> Taken:
     """Load, fill each sequence's context, decode its last tokens."""
     path = model_path(configuration, folder)
     options: dict[str, Any] = {**offload_options(configuration, experts_bytes)}

@@ -11,7 +11,7 @@ SCORINGS = ("", "sigmoid", "sqrtsoftplus")
 """The kernels' numbering of scoring functions; the empty name means none."""
 
 
-class AskedRouter(NamedTuple):
+class LookAheadRouter(NamedTuple):
     """A layer's router, run ahead on the previous layer's hidden state, on the same device."""
 
     weight: Tensor  # (num_experts, hidden_size)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.experts.execution.asked_routers import SCORINGS, AskedRouter
+from tandem.experts.execution.look_ahead_routers import SCORINGS, LookAheadRouter
 from tandem.hf.lookahead.linear_routers import scored
 from tests.kernels.interpreter import interpreted_module
 
@@ -15,7 +15,7 @@ handing = interpreted_module("tandem.devices.cuda.handing")
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_a_bias_comes_behind_a_function_of_the_products(handing: Any, scoring: str) -> None:
+def test_a_bias_is_added_after_a_function_of_the_products(handing: Any, scoring: str) -> None:
     """Products may be so large that an exponential overflows."""
     random = torch.Generator().manual_seed(0)
     weight, hidden = torch.randn(24, 40, generator=random), torch.randn(2, 40, generator=random)
@@ -28,8 +28,8 @@ def test_a_bias_comes_behind_a_function_of_the_products(handing: Any, scoring: s
         handing.WaitWords(words, words),
     )  # fmt: skip
     index = torch.zeros(2, 3, dtype=torch.int64)
-    router = AskedRouter(weight, bias, residual, scoring)
-    handing.publish_guess(box, handing.Asked(router, hidden), index, 24)
+    router = LookAheadRouter(weight, bias, residual, scoring)
+    handing.publish_guess(box, handing.NextRouter(router, hidden), index, 24)
     scores = scored((hidden + residual) @ weight.T, scoring) + bias
     assert guess.view(2, 3).sort().values.tolist() == scores.topk(3).indices.sort().values.tolist()
     assert guessed.tolist() == [1]
