@@ -12,9 +12,10 @@ from transformers import AutoConfig
 
 from tandem.bench.model_shapes import MODEL_SHAPES
 from tandem.cli.main import main
+from tandem.forecast.disk_forecast import DiskForecast, SlotsOverDisk, forecast_with_gpu
 from tandem.forecast.gpu_forecast import (
+    GpuRun,
     costs_for,
-    forecast_on_gpu,
     geometry_of,
     measured_shape,
 )
@@ -22,6 +23,7 @@ from tandem.forecast.sizes import ModelSizes, config_sizes, model_sizes
 from tandem.hardware.profiles import load_profile
 from tandem.hf.checkpoint import open_model
 from tandem.hf.config import OffloadConfig
+from tandem.policy.cost import DiskCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.policy.step_path import step_path
@@ -69,12 +71,31 @@ def test_more_slots_make_it_faster() -> None:
     all_experts = sizes.num_experts
     slots = (all_experts // 8, all_experts // 2, all_experts)
     path = step_path(DESKTOP, None, None)
-    found = [forecast_on_gpu(sizes, DESKTOP, PlannerSettings(), count, path) for count in slots]
+    found = [GpuRun(sizes, DESKTOP, PlannerSettings(), count, path).forecast() for count in slots]
     hits = [forecast.hit_rate for forecast in found]
     seconds = [forecast.decode_seconds for forecast in found]
     assert hits == sorted(hits)
     assert hits[-1] > 0.8  # the CPU helps with the prompt
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_reads_of_a_disk_are_in_a_forecast() -> None:
+    sizes = sizes_of("qwen3-30b-a3b", num_hidden_layers=6)
+    path, settings = step_path(DESKTOP, None, None), PlannerSettings()
+    in_memory = GpuRun(sizes, DESKTOP, settings, sizes.num_experts // 4, path).forecast()
+
+    def over(share: float, rate: float) -> DiskForecast:
+        disk = DiskCosts(reads="direct", piece_bytes=1, depths=(1,), bytes_per_second=(rate,))
+        return forecast_with_gpu(in_memory, disk, SlotsOverDisk(share, 0, 0))
+
+    shares = [over(share, 2e9) for share in (0.2, 0.5, 1.0)]
+    seconds = [found.decode_seconds for found in shares]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == pytest.approx(in_memory.decode_seconds, rel=0.01)
+    assert [found.hit_rate for found in shares] == sorted(found.hit_rate for found in shares)
+    assert shares[-1].hit_rate == 1.0
+    assert over(0.2, 8e9).decode_seconds < seconds[0]
+    assert over(0.2, 8e9).prefill_seconds < shares[0].prefill_seconds
 
 
 def test_layers_by_token_are_known_to_a_forecast() -> None:
@@ -84,7 +105,7 @@ def test_layers_by_token_are_known_to_a_forecast() -> None:
     assert sizes.by_token == (0, 1, 2)
     settings, path = options.planner_settings(), step_path(DESKTOP, None, None)
     known, unknown = (
-        forecast_on_gpu(each, DESKTOP, settings, sizes.num_experts // 4, path)
+        GpuRun(each, DESKTOP, settings, sizes.num_experts // 4, path).forecast()
         for each in (sizes, dataclasses.replace(sizes, by_token=()))
     )
     assert known.hit_rate > unknown.hit_rate

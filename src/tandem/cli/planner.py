@@ -135,7 +135,7 @@ def _over_disk(
     """Return the host slots of a model that runs from the disk, and its speed.
 
     Experts stay on the disk if they do not fit into memory, or exceed `expert_memory`. Both results
-    are None if no expert stays there. The speed is that of the CPU; None if it was not measured.
+    are None if no expert stays there. The speed is None if it, or the disk, was not measured.
     Raises `TandemError` where loading would.
     """
     expert_memory, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
@@ -143,31 +143,56 @@ def _over_disk(
         raise offload.no_slots_for_plain()
     if expert_memory is not None and not files:
         offload.require_no_slots("this model")
-    from tandem.forecast.disk_forecast import forecast_from_disk, slots_over_disk
-    from tandem.forecast.speed_forecast import SpeedForecast
-    from tandem.hardware.disk import measure_disk
-    from tandem.hf.disk_tier import room_for_experts
+    from tandem.forecast.disk_forecast import slots_over_disk
 
     has_all = plan.fits if expert_memory is None else expert_memory >= plan.sizes.experts_bytes
-    is_elsewhere = expert_memory is None and offload.device != "cpu"
-    if has_all or not files or is_plain or plan.sizes.is_dense or is_elsewhere:
+    if has_all or not files or is_plain or plan.sizes.is_dense:
         return None, None
-    room = expert_memory
-    if room is None:  # computed as loading does after the dense parts
-        free = max(0, plan.available_bytes - plan.sizes.total_dense_bytes)
-        room = room_for_experts(free, plan.kv_cache_bytes)
+    room = _room_for_slots(plan) if expert_memory is None else expert_memory
     try:
         slots = slots_over_disk(plan.sizes, room, is_given=expert_memory is not None)
     except CapacityError:  # not even room for the slots that layers share
         if expert_memory is not None:
             raise
         return None, None
-    if not isinstance(plan.speed, SpeedForecast):
-        return slots, None
-    disk = measure_disk(files, plan.sizes.expert_image_bytes)
+    return slots, _from_disk(plan, slots, files, offload.profile)
+
+
+def _room_for_slots(plan: "Plan") -> int:
+    """Return the memory for experts, as loading computes it after the dense parts."""
+    from tandem.devices import kind_of
+    from tandem.hf.disk_tier import room_for_experts
+
+    sizes, on_gpu = plan.sizes, plan.is_dense_on_gpu
+    taken = sizes.host_bytes if on_gpu else sizes.total_dense_bytes
+    if kind_of(plan.device).is_in_host_memory:
+        taken += plan.gpu_bytes["experts"]
+    free = max(0, plan.available_bytes - taken)
+    return room_for_experts(free, 0 if on_gpu else plan.kv_cache_bytes)
+
+
+def _from_disk(
+    plan: "Plan", slots: "SlotsOverDisk", files: Sequence[Path], profile: str | None
+) -> "DiskForecast | None":
+    """Return the speed from the disk of the profile's machine, by default this one's."""
+    from tandem.forecast.disk_forecast import forecast_from_disk, forecast_with_gpu
+    from tandem.forecast.gpu_forecast import GpuForecast
+    from tandem.forecast.speed_forecast import SpeedForecast
+    from tandem.hardware.disk import measure_disk
+    from tandem.hardware.profiles import load_profile
+
+    speed = plan.speed
+    if not isinstance(speed, (SpeedForecast, GpuForecast)):
+        return None
+    if profile is not None:
+        disk = load_profile(profile).disk
+    else:
+        disk = measure_disk(files, plan.sizes.expert_image_bytes)
     if disk is None:
-        return slots, None
-    return slots, forecast_from_disk(plan.sizes, plan.speed, disk, slots)
+        return None
+    if isinstance(speed, GpuForecast):
+        return forecast_with_gpu(speed, disk, slots)
+    return forecast_from_disk(plan.sizes, speed, disk, slots)
 
 
 def _sizes_with(
@@ -193,7 +218,7 @@ def _speed(
 ) -> "AnyForecast | str":
     """Return the requested forecast, or why there is none."""
     from tandem.forecast.cpu_forecast import forecast_from_profile
-    from tandem.forecast.gpu_forecast import forecast_on_gpu, machine_for
+    from tandem.forecast.gpu_forecast import GpuRun, machine_for
     from tandem.forecast.speed_forecast import forecast_speed, why_not_measured
     from tandem.hardware.profiles import load_profile
     from tandem.policy.step_path import run_path, step_path
@@ -215,4 +240,4 @@ def _speed(
         path = run_path(machine, why_planned)
     else:
         path = step_path(machine, named, why_planned)
-    return forecast_on_gpu(sizes, machine, offload.planner_settings(), num_slots, path)
+    return GpuRun(sizes, machine, offload.planner_settings(), num_slots, path).forecast()

@@ -4,15 +4,16 @@ The simulation is that of `tandem simulate --disk`, with `typical_routing`: abse
 from the disk while experts in memory are computed. A prompt is assumed to use all experts equally.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from tandem.experts.cache.host_slots import num_transit, share_of
 from tandem.experts.cache.policy_tables import host_slot_eviction
-from tandem.forecast.gpu_forecast import geometry_of
+from tandem.forecast.gpu_forecast import GpuForecast, geometry_of
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast
 from tandem.policy.cost import DiskCosts, ShapeCosts, whole_pages
-from tandem.sim.disk import DiskConditions, replay_over_disk
+from tandem.sim.disk import DiskConditions, HostShare, replay_over_disk
 from tandem.sim.typical_routing import typical_routing
 
 _EVICTION = "next-use"
@@ -39,7 +40,7 @@ class DiskForecast:
 
     disk: DiskCosts
     hit_rate: float
-    """Of the experts that decode steps use, the share that is in memory."""
+    """The share of the used experts that is in memory; on a CPU, of those of decode steps."""
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
@@ -77,6 +78,25 @@ def forecast_from_disk(
         prompt_tokens=in_memory.prompt_tokens,
         prefill_seconds=max(prompt_bytes / rate, in_memory.prefill_seconds),
         decode_seconds=tally.decode_seconds / tally.decode_tokens,
+    )
+
+
+def forecast_with_gpu(
+    in_memory: GpuForecast, disk: DiskCosts, slots: SlotsOverDisk
+) -> DiskForecast:
+    """Return the speed with these slots beside a GPU, given the speed with all experts in memory.
+
+    The same planner, cache and decisions, but with the time of reads.
+    """
+    machine = dataclasses.replace(in_memory.run.profile, disk=disk)
+    memory = HostShare(share=slots.share, make_eviction=host_slot_eviction(_EVICTION))
+    found = dataclasses.replace(in_memory.run, profile=machine).forecast(memory)
+    return DiskForecast(
+        disk=disk,
+        hit_rate=1.0 - found.read_rate,
+        prompt_tokens=found.prompt_tokens,
+        prefill_seconds=found.prefill_seconds,
+        decode_seconds=found.decode_seconds,
     )
 
 

@@ -31,6 +31,7 @@ from tandem.policy.cost import NO_HOST, HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 from tandem.policy.settings import PlannerSettings
 from tandem.policy.step_path import StepPath
+from tandem.sim.disk import HostShare
 from tandem.sim.graph_trial import settled
 from tandem.sim.replay import ReplaySettings, replay
 from tandem.sim.start import SIMULATED_STARTS
@@ -58,6 +59,9 @@ class GpuForecast(Forecast):
     """The assignment in decode steps of one token."""
     rules: str
     """The assignment in all decode steps, in words."""
+    read_rate: float
+    """The share of active experts that were read from a disk; 0 if memory has all."""
+    run: "GpuRun"
 
 
 def machine_for(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
@@ -119,7 +123,9 @@ def measured_shape(sizes: ModelSizes) -> ModelShape:
 
 def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     """Measure the CPU and the memory on a few layers; the result is kept."""
-    here = dataclasses.replace(offload, device="cpu", expert_dtype=sizes.expert_formats[0])
+    here = dataclasses.replace(
+        offload, device="cpu", expert_dtype=sizes.expert_formats[0], expert_memory="auto"
+    )
     shape = measured_shape(sizes)
     model = build_random_model(shape, here, dense_dtype=sizes.dense_format)
     profile = profile_of(model)
@@ -129,7 +135,7 @@ def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
 
 def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     """Measure this machine's GPU as loading does, on a few layers."""
-    here = dataclasses.replace(offload, expert_dtype=sizes.expert_formats[0])
+    here = dataclasses.replace(offload, expert_dtype=sizes.expert_formats[0], expert_memory="auto")
     shape = measured_shape(sizes)
     # Moving it to the GPU packs it as the options say.
     model = build_random_model(shape, here, dense_dtype="none", device=offload.device)
@@ -139,59 +145,75 @@ def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
     return executor.cache.machine.profile
 
 
-def forecast_on_gpu(
-    sizes: ModelSizes,
-    profile: HardwareProfile,
-    settings: PlannerSettings,
-    num_slots: int,
-    path: StepPath,
-) -> GpuForecast:
-    """Return the speed of a prompt and of later tokens with `num_slots` expert slots."""
-    geometry = geometry_of(sizes)
-    costs = costs_for(sizes, profile)
-    trace = typical_routing(
-        geometry,
-        num_sequences=_HEAT_SEQUENCES + 1,
-        num_tokens=PROMPT_TOKENS + _DECODE_STEPS,
-        by_token=sizes.by_token,
-    )
-    heat = trace.sequences(0, _HEAT_SEQUENCES)
-    is_resident = num_slots >= sizes.num_experts
-    if is_resident:  # as when loading: slots for all experts, and for copies
-        num_slots = settings.slots_for(num_slots)
-    charged = profile.charged(costs, path.host_path)
-    if path.in_graph:
-        settings = settled(settings, profile, charged, geometry, num_slots, tables=NATIVE_TABLES)
-    run = ReplaySettings(
-        settings=settings,
-        profile=profile,
-        shape=charged,
-        num_slots=num_slots,
-        prompt=PROMPT_TOKENS,
-        compare_every=0,
-        in_graph=path.in_graph,
-        tables=NATIVE_TABLES,
-    )
-    set_sizes = settings.set_sizes(geometry, num_slots)
-    resident = SIMULATED_STARTS.factory("hottest")(geometry, set_sizes, heat)
-    played = trace.sequences(_HEAT_SEQUENCES, _HEAT_SEQUENCES + 1)
-    if settings.asking_sizes:
-        played = with_guesses(played)
-    tally = steps = replay(played, run, resident=resident)
-    if is_resident:  # prompts are still handed over layer by layer
-        shape = profile.charged(costs, path.host_path, is_resident=True)
-        steps = replay(played, dataclasses.replace(run, shape=shape), resident=resident)
-    return GpuForecast(
-        profile=profile.name,
-        costs_of=costs.shape,
-        prompt_tokens=tally.prefill_tokens,
-        prefill_seconds=tally.prefill_seconds,
-        decode_seconds=steps.decode_seconds / steps.decode_tokens,
-        hit_rate=tally.hits / tally.demands,
-        host_path=None if path.host_path == NO_HOST else path.host_path,
-        assignment=settings.rule(graph_tokens=int(path.in_graph)),
-        rules=settings.graph_rules() if path.in_graph else settings.rule(),
-    )
+@dataclass(frozen=True, slots=True)
+class GpuRun:
+    """A model on a machine with a GPU, to be simulated."""
+
+    sizes: ModelSizes
+    profile: HardwareProfile
+    settings: PlannerSettings
+    num_slots: int
+    """The number of expert slots on the GPU."""
+    path: StepPath
+
+    def forecast(self, memory: HostShare | None = None) -> GpuForecast:
+        """Return the speed of a prompt and of later tokens.
+
+        With `memory`, host memory has a share of the experts, and the others are on the profile's
+        disk, which must have been measured.
+        """
+        sizes, profile, settings = self.sizes, self.profile, self.settings
+        geometry, num_slots, path = geometry_of(sizes), self.num_slots, self.path
+        costs = costs_for(sizes, profile)
+        trace = typical_routing(
+            geometry,
+            num_sequences=_HEAT_SEQUENCES + 1,
+            num_tokens=PROMPT_TOKENS + _DECODE_STEPS,
+            by_token=sizes.by_token,
+        )
+        heat = trace.sequences(0, _HEAT_SEQUENCES)
+        is_resident = num_slots >= sizes.num_experts
+        if is_resident:  # as when loading: slots for all experts, and for copies
+            num_slots = settings.slots_for(num_slots)
+        charged = profile.charged(costs, path.host_path)
+        if path.in_graph:
+            settings = settled(
+                settings, profile, charged, geometry, num_slots,
+                tables=NATIVE_TABLES, memory=memory,
+            )  # fmt: skip
+        run = ReplaySettings(
+            settings=settings,
+            profile=profile,
+            shape=charged,
+            num_slots=num_slots,
+            prompt=PROMPT_TOKENS,
+            compare_every=0,
+            memory=memory,
+            in_graph=path.in_graph,
+            tables=NATIVE_TABLES,
+        )
+        set_sizes = settings.set_sizes(geometry, num_slots)
+        resident = SIMULATED_STARTS.factory("hottest")(geometry, set_sizes, heat)
+        played = trace.sequences(_HEAT_SEQUENCES, _HEAT_SEQUENCES + 1)
+        if settings.asking_sizes:
+            played = with_guesses(played)
+        tally = steps = replay(played, run, resident=resident)
+        if is_resident:  # prompts are still handed over layer by layer
+            shape = profile.charged(costs, path.host_path, is_resident=True)
+            steps = replay(played, dataclasses.replace(run, shape=shape), resident=resident)
+        return GpuForecast(
+            profile=profile.name,
+            costs_of=costs.shape,
+            prompt_tokens=tally.prefill_tokens,
+            prefill_seconds=tally.prefill_seconds,
+            decode_seconds=steps.decode_seconds / steps.decode_tokens,
+            hit_rate=tally.hits / tally.demands,
+            host_path=None if path.host_path == NO_HOST else path.host_path,
+            assignment=settings.rule(graph_tokens=int(path.in_graph)),
+            rules=settings.graph_rules() if path.in_graph else settings.rule(),
+            read_rate=tally.reads / tally.demands,
+            run=self,
+        )
 
 
 def geometry_of(sizes: ModelSizes) -> Geometry:

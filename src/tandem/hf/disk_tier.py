@@ -106,7 +106,9 @@ def _reserved_bytes(free_bytes: int) -> int:
 
 
 def _kv_bytes(model: PreTrainedModel, options: OffloadConfig) -> int:
-    """Return the most bytes that the sequences' keys and values can grow to."""
+    """Return the most bytes of host memory that the sequences' keys and values can grow to."""
+    if kind_of(options.device).holds_dense_parts:
+        return 0
     config = model.config.get_text_config()
     longest = value_of(config, "max_position_embeddings") or USUAL_CONTEXT
     tokens = min(options.context or USUAL_CONTEXT, longest)

@@ -17,7 +17,7 @@ from tandem.core.errors import ExecutionError
 from tandem.experts.execution.forced_routing import ForcedRouting
 from tandem.experts.measuring.profiler import with_timed_steps
 from tandem.experts.store.host_memory import available_bytes
-from tandem.forecast.gpu_forecast import forecast_on_gpu, geometry_of, shape_sizes
+from tandem.forecast.gpu_forecast import GpuRun, geometry_of, shape_sizes
 from tandem.forecast.report.stages import NotHereError, Stage, StageResult
 from tandem.forecast.speed_forecast import PROMPT_TOKENS, ROUNDS, forecast_speed
 from tandem.generate.generator import Generator
@@ -140,7 +140,7 @@ def on_gpu(shape: ModelShape, share: float, device: str = "cuda") -> StageResult
         num_slots = max(1, math.floor(share * sizes.num_experts))
         settings, profile = offload.planner_settings(), cache.machine.profile
         path = run_path(profile, offload.why_planned())
-        forecast = forecast_on_gpu(sizes, profile, settings, num_slots, path)
+        forecast = GpuRun(sizes, profile, settings, num_slots, path).forecast()
         is_whole = num_slots == sizes.num_experts
         cache.resize(settings.slots_for(num_slots) if is_whole else num_slots)
         routing = typical_routing(
