@@ -84,6 +84,7 @@ TINY = {
     "python -m benchmarks.server.hostile": "--model tiny --minutes 0.05 --clients 4",
     "python -m benchmarks.server.load": "--model MODEL --minutes 0.2 --scale 0.1",
     "python -m benchmarks.server.overhead": "--model SLOW --rounds 2",
+    "python -m benchmarks.server.long_prompt": "--tokens 500 --layers 1",
     "python -m benchmarks.server.steadiness": "--model tiny --minutes 0.1 --clients 4",
     "python -m benchmarks.server.restart [": "--shape qwen3-30b-a3b --layers 1 --tokens 64",
     "python -m benchmarks.server.restart ~": "--tokens 64",
