@@ -42,7 +42,7 @@ def _register() -> None:
 
 
 class _Await(importlib.abc.MetaPathFinder):
-    """Lets the awaited module load as usual and registers Tandem right after it has run."""
+    """Import hook: registers Tandem right after Transformers' module of quantizers has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -49,6 +49,21 @@ def test_a_kv_cache_larger_than_memory_is_refused_with_its_size(
     torch.testing.assert_close(slots.decode([50, 51]), before)
 
 
+def test_layers_that_exist_have_their_memory(
+    monkeypatch: pytest.MonkeyPatch, threads: CpuThreads
+) -> None:
+    """Sliding and full layers come one after another, and each kind is checked at its first."""
+    model: Any = build_tiny_model("gpt_oss")
+    slots = cpu_pool(model, threads, [[40, 41]])
+    slots.prefill()
+    room = slots.cache.num_bytes * 105 // 100
+    slots = cpu_pool(model, threads, [[40, 41]])
+    monkeypatch.setattr(
+        "tandem.experts.store.host_memory.available_bytes", lambda: room - slots.cache.num_bytes
+    )
+    slots.prefill()
+
+
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the rings small, so that they wrap around after some dozens of tokens."""

@@ -39,7 +39,7 @@ class GenerationRequest:
     echo: str = ""
     """What the answer begins with: the prompt, if the request has `echo`."""
     num_dropped_turns: int = 0
-    """The number of turns dropped from the conversation's beginning, as they did not fit."""
+    """The number of the conversation's oldest turns that were dropped, because they did not fit."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -58,10 +58,11 @@ class GenerationRequests:
         trims: bool = False,
         images: ImageReader | None = None,
     ) -> None:
-        """`context` limits prompt and answer together, below the model's own limit.
+        """Make requests whose prompt and answer together have at most `context` tokens.
 
-        `trims` drops the oldest turns of a conversation that does not fit. `images` reads the
-        images of requests; None for a model that takes no images.
+        The model's own limit applies too, and alone if `context` is None. `trims` drops the oldest
+        turns of a conversation that does not fit. `images` reads the images of requests; None for a
+        model that takes no images.
         """
         self._tokenizer = tokenizer
         self._trims = trims
@@ -70,9 +71,7 @@ class GenerationRequests:
         self._context = context
 
     def capabilities(self, info: ModelInfo | None) -> dict[str, dict[str, bool]]:
-        """Return which of Anthropic's capabilities the model has, in the form of Anthropic's model
-        objects.
-        """
+        """Return the `capabilities` field of Anthropic's model objects for the model."""
         found = {
             "tools": True,
             "structured_outputs": True,
@@ -87,8 +86,8 @@ class GenerationRequests:
     ) -> list[GenerationRequest]:
         """Return the generation requests of a chat, one per choice.
 
-        `trims` drops the oldest turns of this chat, if it does not fit. Raises `ApiError` or
-        `ConfigError` for an invalid chat.
+        `trims`, here or in `__init__`, drops the oldest turns of a chat that does not fit. Raises
+        `ApiError` or `ConfigError` for an invalid chat.
         """
         tools = tools_of(body)
         ruled = chat_grammar(body, tools, self._format.marks)
@@ -157,7 +156,7 @@ class GenerationRequests:
         return written
 
     def _why_no_images(self, info: ModelInfo | None) -> str | None:
-        """Return why requests with images are refused; None if no reason is known."""
+        """Return why requests with images are refused, as a sentence; None: no reason is known."""
         if self._images is None:
             return TEXT_ONLY
         return self._images.why_none or (None if info is None else info.why_no_images)
@@ -193,7 +192,10 @@ class GenerationRequests:
         return request
 
     def _room(self, ids: list[int], info: ModelInfo) -> int:
-        """Return how many tokens an answer may have; raises for a prompt that cannot be run."""
+        """Return how many tokens an answer may have, at least 1.
+
+        Raises `ApiError` for an empty prompt or unknown token ids, and `TextTooLongError`.
+        """
         if not ids:
             raise ApiError(400, "the prompt is empty; give some text")
         _require_known(ids, info, "prompt")
@@ -211,7 +213,7 @@ class GenerationRequests:
         return min(limits, default=None)
 
     def _thinking(self, body: ChatRequest, prompt: ChatPrompt) -> ThinkingLimit | None:
-        """Return the limit of an answer's reasoning, if it has one."""
+        """Return the limit of an answer's reasoning; None: no limit, or no model that reasons."""
         if body.thinking_tokens is None or not self._format.thinks:
             return None
         dialect = self._format.dialect
@@ -284,7 +286,7 @@ def _require_known(ids: Sequence[int], info: ModelInfo, field: str) -> None:
 
 
 def new_id(prefix: str, mark: str = "-") -> str:
-    """Return a random id for an answer, unique and with this prefix."""
+    """Return a unique random id: `prefix`, `mark` and 24 hexadecimal digits."""
     return f"{prefix}{mark}{random.SystemRandom().getrandbits(96):024x}"
 
 

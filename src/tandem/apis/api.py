@@ -17,12 +17,15 @@ Event = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a reply needs in the process that receives its tokens; another process makes replies."""
+    """What a reply gets in the process that receives its tokens, after another process made it."""
 
     text_of: Callable[[int], str]
     """Returns a token's text."""
     keep: Callable[[Event, bytes, Message], None]
-    """Stores a response for later requests: its event, the earlier conversation, its message."""
+    """Stores a response for later requests.
+
+    Its arguments are the response object, the earlier conversation as JSON, and the new message.
+    """
 
 
 class Reply(Protocol):
@@ -40,7 +43,7 @@ class Reply(Protocol):
         return []
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
-        """Take one token of one request's answer; return the events that follow from it."""
+        """Take one token of the answer to request `index`; return the resulting events."""
 
     def last_events(self) -> list[Event]:
         """Return the events that close the stream, after every answer has ended."""
@@ -71,7 +74,7 @@ class Api(Generic[B]):
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[B]):
-    """Answers bodies of one kind without the model.
+    """Answers bodies of one kind without running the model.
 
     `answer` gets the earlier conversation as JSON.
     """

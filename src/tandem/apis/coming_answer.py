@@ -76,15 +76,13 @@ class ComingAnswer:
 
 
 def arguments_object(arguments: str) -> object:
-    """Return a call's arguments as an object; text of another kind as {"arguments": text}."""
+    """Return a call's arguments, parsed; text that is not a JSON object as {"arguments": text}."""
     parsed = json_value(arguments)
     return parsed if isinstance(parsed, dict) else {"arguments": arguments}
 
 
 def logprob_entry(logprob: TokenLogprob, text_of: Callable[[int], str]) -> dict[str, object]:
-    """Return a token's log-probability and those of the likeliest tokens, in the form of OpenAI's
-    chats.
-    """
+    """Return a token's log-probability and the likeliest tokens', in the form of OpenAI's chats."""
     one = _token(logprob.token_id, logprob.logprob, text_of)
     one["top_logprobs"] = [_token(token, value, text_of) for token, value in logprob.top]
     return one

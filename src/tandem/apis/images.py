@@ -66,7 +66,7 @@ class ImageReader:
         return write_prompt(self.processor, text, images, self.token_id)
 
     def _found(self, source: str, number: int) -> bytes | Path:
-        """Return the bytes of an image, or the path of its file."""
+        """Return the bytes in a data URL, or the path of an image file; raises `ApiError`."""
         scheme = source[:8].lower().partition(":")[0]
         if scheme == "data":
             return _decoded(source, number)
@@ -124,9 +124,7 @@ def allowed_directory(name: str | None) -> Path | None:
 
 
 def content_of(parts: Sequence[TextPart | ImagePart]) -> str | list[dict[str, object]]:
-    """Return a message's content in the form that chat templates take: a string if it is text
-    alone, otherwise a list of parts.
-    """
+    """Return a message's content for a chat template: a string, or a list if it has images."""
     if not any(isinstance(part, ImagePart) for part in parts):
         return "\n".join(part.text for part in parts if isinstance(part, TextPart))
     return [

@@ -61,7 +61,7 @@ _KINDS = {dict: "an object", str: "a long string"}
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A rule for a field that Tandem does not follow: values accepted anyway, a hint for users."""
+    """A rule for a field that Tandem does not follow: values to accept, and a hint for users."""
 
     neutral: tuple[object, ...]
     advice: str
@@ -76,7 +76,7 @@ class _Reading:
 
 
 def _fail_fast(schema: Any) -> None:
-    """Check every list of a schema only up to its first wrong element.
+    """Change a schema so that lists are checked only up to their first wrong element.
 
     A body of 4 MB may have a million wrong elements, each with several errors.
     """
@@ -134,7 +134,7 @@ class ReadBody(Generic[B]):
 
 
 def sentence(text: str, field: str | None = None) -> PydanticCustomError:
-    """Return a validation error with this message, for a field of the body."""
+    """Return a validation error with `text` as its message; `field` names the wrong field."""
     return PydanticCustomError(_SENTENCE, "{text}", {"text": text, "field": field})
 
 
@@ -154,8 +154,8 @@ def note_ignored(info: ValidationInfo, what: str) -> bool:
 def tools_of_kind(own: Collection[str], tools: object, info: ValidationInfo) -> object:
     """Drop tools that a vendor would run and this server does not.
 
-    `own` has the types of the tools to keep; tools without a type are kept, too. If `tools` is not
-    a list, it is returned unchanged for the field's own validation to refuse.
+    `own` has the types of the tools to keep; tools without a type are kept, too. A strict server
+    drops none: the field's own validation refuses other types, and a value that is not a list.
     """
     if not isinstance(tools, list):
         return tools
@@ -252,7 +252,7 @@ def _in_words(details: Sequence[ErrorDetails], data: object, known: list[str]) -
 
 
 def _located(detail: ErrorDetails, data: Any) -> _Problem:
-    """Follow an error's location through the body, without the names that pydantic adds to it."""
+    """Return an error with its path in the body, without the names that pydantic adds to paths."""
     path: list[str | int] = []
     is_missing = detail["type"] == "missing"
     for i, part in enumerate(detail["loc"]):

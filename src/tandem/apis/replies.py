@@ -14,9 +14,7 @@ _LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def usage(tallies: list[Tally], num_choices: int) -> dict[str, object]:
-    """Return OpenAI's usage object for the answers to one or more prompts with `num_choices`
-    choices each.
-    """
+    """Return OpenAI's usage object; `tallies` must have `num_choices` answers per prompt."""
     prompt = sum(tally.prompt_tokens for tally in tallies[::num_choices])
     generated = sum(tally.generated_tokens for tally in tallies)
     cached = sum(tally.reused_tokens for tally in tallies[::num_choices])
@@ -31,7 +29,7 @@ def usage(tallies: list[Tally], num_choices: int) -> dict[str, object]:
 
 
 class _OpenAiReply(Reply):
-    """What replies to chats and to completions share: the head of each chunk, and the usage."""
+    """The base of replies to chats and completions: makes the head of each chunk, and the usage."""
 
     def __init__(self, body: Sampling, prefix: str, chunk_kind: str, model: str) -> None:
         options = body.stream_options or StreamOptions()
@@ -114,7 +112,10 @@ class _ChatChoice:
         return self._part({"role": "assistant", "content": ""})
 
     def take(self, token_output: TokenOutput) -> Iterator[dict[str, object]]:
-        """Yield a token's deltas, the first with its log-probabilities, and the choice's end."""
+        """Yield the choice's entries for a token: its deltas, and an end if the token is the last.
+
+        The first delta has the token's log-probabilities.
+        """
         logprob = self._logprob(token_output)
         deltas = [self._delta(part) for part in self._answer.take(token_output)]
         for delta in deltas or ([{}] if logprob is not None else []):
@@ -252,7 +253,7 @@ class _Logprobs:
         self._all: dict[str, list[object]] = {name: [] for name in _LOGPROB_FIELDS}
 
     def take(self, token_output: TokenOutput) -> dict[str, list[object]] | None:
-        """Take one token; return the new log-probabilities, if any."""
+        """Take one token; return the new log-probabilities, None if there are none."""
         tokens = list(zip(self._prompt, token_output.prompt_logprobs or (), strict=False))
         if token_output.logprob is not None:
             tokens.append((token_output.logprob.token_id, token_output.logprob))
@@ -278,7 +279,7 @@ class _Logprobs:
         self._offset += len(text)
 
     def _top(self, text: str, logprob: TokenLogprob) -> dict[str, float]:
-        """Return log-probabilities by text, of the likeliest tokens and the chosen token.
+        """Return the log-probabilities of the likeliest tokens and of the chosen token, by text.
 
         If several tokens have the same text, the likeliest of them counts.
         """

@@ -26,8 +26,7 @@ GrammarWriter = partial[str] | partial[str | None]
 
 
 def chat_grammar(body: ChatRequest, tools: list[Tool], marks: CallForm) -> GrammarWriter | None:
-    """Return a writer of the grammar that constrains a chat answer from its first token; None: no
-    grammar.
+    """Return a writer of the grammar of a chat answer from its first token on; None: no grammar.
 
     Raises `ApiError` for invalid or conflicting fields.
     """
@@ -42,7 +41,10 @@ def chat_grammar(body: ChatRequest, tools: list[Tool], marks: CallForm) -> Gramm
 
 
 def text_grammar(body: Sampling) -> GrammarWriter | None:
-    """Return a writer of the grammar of an answer without tool calls; None: no grammar."""
+    """Return a writer of the grammar of an answer without tool calls; None: no grammar.
+
+    Raises `ApiError` for invalid or conflicting fields.
+    """
     guides = _guides(body)
     if len(guides) > 1:
         raise ApiError(400, f"{' and '.join(guides)} are given; give only one of them")
@@ -85,7 +87,7 @@ def _parsed_schema(schema: Mapping[str, object] | str | None) -> Mapping[str, ob
 
 
 def _schema(form: ResponseFormat | None) -> Mapping[str, object] | None:
-    """Return the schema that an answer must follow, or None."""
+    """Return the schema that an answer must follow; None: the answer is text."""
     if form is None or form.type == "text":
         return None
     if form.json_schema is None:
@@ -101,7 +103,7 @@ def _schema(form: ResponseFormat | None) -> Mapping[str, object] | None:
 
 
 def _callable_tools(choice: ToolChoice | str, tools: list[Tool]) -> list[DescribedTool]:
-    """Return the tools of which one must be called."""
+    """Return the tools that a required call may name; raises `ApiError` if there are none."""
     if not tools:
         raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tools")
     chosen = choice.function.name if isinstance(choice, ToolChoice) else None

@@ -1,8 +1,8 @@
 """The request bodies: OpenAI's fields, and those of vLLM and llama.cpp that Tandem follows.
 
 A field that would change the answer and that Tandem does not follow is accepted only with its
-neutral value; `reading` handles other fields. Fields named like those of `SamplingOptions` are
-passed on unchanged.
+neutral value; `reading` ignores or refuses unknown fields. Fields named like those of
+`SamplingOptions` are passed on unchanged.
 """
 
 import dataclasses
@@ -160,9 +160,7 @@ class Sampling(RequestBody):
         return _first(self.max_tokens, self.n_predict)
 
     def request(self, ids: Sequence[int], room: int) -> Request:
-        """Return the request for a prompt of these token ids, whose answer may have `room`
-        tokens.
-        """
+        """Return the request for a prompt of token ids; its answer has at most `room` tokens."""
         most = self.max_answer_tokens
         return Request(
             prompt=tuple(ids),
@@ -258,9 +256,7 @@ class Message(Body):
     @field_validator("content", mode="before")
     @classmethod
     def _has_known_parts(cls, content: object) -> object:
-        """Raise an error that names the unknown part, rather than all types that it did not
-        match.
-        """
+        """Return the content; raises an error that names the type of its first unknown part."""
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in ("text", "image_url"):
@@ -336,9 +332,7 @@ class ChatRequest(Sampling):
         return _first(*budgets)
 
     def request(self, ids: Sequence[int], room: int) -> Request:
-        """Return the request for a prompt of these token ids, whose answer may have `room`
-        tokens.
-        """
+        """Return the request for a prompt of token ids; its answer has at most `room` tokens."""
         num_top = (self.top_logprobs or 0) if self.logprobs else None
         return dataclasses.replace(super().request(ids, room), num_top_logprobs=num_top)
 
@@ -364,9 +358,7 @@ class CompletionRequest(Sampling):
         return len(self.prompts) * (self.n or 1)
 
     def request(self, ids: Sequence[int], room: int) -> Request:
-        """Return the request for a prompt of these token ids, whose answer may have `room`
-        tokens.
-        """
+        """Return the request for a prompt of token ids; its answer has at most `room` tokens."""
         return dataclasses.replace(
             super().request(ids, room),
             num_top_logprobs=self.logprobs,

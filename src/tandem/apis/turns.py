@@ -14,7 +14,7 @@ def described(tools: list[Tool]) -> list[dict[str, object]]:
 
 
 def tools_of(body: ChatRequest) -> list[Tool]:
-    """Return the tools that may be called."""
+    """Return the tools that the model may call; [] if `tool_choice` is "none"."""
     return [] if body.tool_choice == "none" else body.tools or []
 
 
@@ -44,9 +44,7 @@ def turn_of(message: Message) -> dict[str, object]:
 
 
 def template_options(body: ChatRequest) -> Mapping[str, object]:
-    """Return the options for the chat template; raises `ApiError` for an option that clients must
-    not set.
-    """
+    """Return a body's options for the chat template; raises `ApiError` for a reserved option."""
     options = dict(body.chat_template_kwargs or {})
     reserved = {"messages", "tools", "tokenize", "chat_template", "return_dict"}
     for name in options:

@@ -83,7 +83,7 @@ def value_of(config: PreTrainedConfig, name: str) -> Any:
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """Return how many experts per layer a token is sent to.
+    """Return how many experts per layer compute each token; 1 if the config does not say it.
 
     DBRX keeps this number in the nested `ffn_config`.
     """
@@ -154,7 +154,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _require_count(where: str, name: str, value: object, *, least: int) -> None:
-    """Refuse a value unless it is absent, a number from `least`, or a list with one per layer."""
+    """Raise `ModelError` unless a value is absent, a count from `least`, or a list of counts."""
     if isinstance(value, list):
         is_possible = all(is_int(one) and one >= 0 for one in value)
     else:
@@ -171,7 +171,7 @@ def _require_few(where: str, name: str, value: object) -> None:
 
 
 def require_top_k(where: str, part: Mapping[str, object]) -> None:
-    """Raise `ModelError` for a negative number of experts, or an impossible number per token."""
+    """Raise `ModelError` for a number of experts, or of experts per token, that is impossible."""
     counts = [(name, count) for name in _EXPERTS if is_int(count := part.get(name))]
     for name, count in counts:
         if count < 0:
@@ -190,7 +190,7 @@ def require_top_k(where: str, part: Mapping[str, object]) -> None:
 
 
 def _require_dtype(where: str, name: str, value: object) -> None:
-    """Refuse a value that names no torch dtype; a dict may name one for each part of a model."""
+    """Raise `ModelError` unless a value, or each value of a dict, names a torch dtype."""
     import torch
 
     for one in value.values() if isinstance(value, dict) else (value,):

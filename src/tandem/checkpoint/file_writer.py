@@ -71,7 +71,10 @@ def write_tensors(
 
 
 def _in_order(tensors: Mapping[str, Parts], experts: str | None) -> dict[str, Sequence[Tensor]]:
-    """Sort the tensors, `experts` first, so that each begins at a multiple of its element size."""
+    """Sort the tensors: `experts` first, then by element size from large to small.
+
+    Each then begins at a multiple of its element size.
+    """
     parts = {n: [found] if isinstance(found, Tensor) else found for n, found in tensors.items()}
     names = sorted(parts, key=lambda n: (n != experts, -parts[n][0].itemsize, n))
     return {name: parts[name] for name in names}
@@ -132,7 +135,7 @@ def _header(tensors: Mapping[str, Sequence[Tensor]], experts: str | None) -> _By
 
 
 def _row_bytes(experts: Tensor) -> int:
-    """Return the bytes from one expert to the next in the file."""
+    """Return the bytes that one expert takes in the file, with its padding."""
     return aligned(experts.shape[1], FILE_ALIGNMENT_BYTES)
 
 

@@ -12,9 +12,9 @@ _SHOWN_FILES = 12
 
 
 def choose_gguf(repository: str, names: Iterable[str], tag: str) -> list[str]:
-    """Return the files of the model that a tag names, with all its parts in order.
+    """Return the names of the files of the model that `tag` names: all its parts, in order.
 
-    The tag is a quantisation ("Q4_K_M", "UD-Q4_K_XL", in any case) or a file name. If several
+    The tag is a quantisation ("Q4_K_M", "UD-Q4_K_XL"; case is ignored) or a file name. If several
     models match, the shortest name wins. Raises `ModelError` if no model matches.
     """
     models: dict[str, list[str]] = defaultdict(list)
@@ -43,7 +43,7 @@ def is_projector(name: str) -> bool:
 
 
 def sibling_projectors(file: Path) -> list[Path]:
-    """Return the projector files in a model's directory."""
+    """Return the projector files in the directory of a model's `file`."""
     return sorted(path for path in file.parent.glob("*.gguf") if is_projector(path.name))
 
 

@@ -120,7 +120,7 @@ def _download_gguf(name: str, tag: str, options: HubOptions) -> Path:
 
 
 def _fetched_files(name: str, options: HubOptions) -> dict[str, Path]:
-    """Return the already downloaded files of a revision, by name."""
+    """Return the downloaded files of a revision, by name; `ModelError` if there are none."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -73,7 +73,7 @@ def require_as_published(directory: Path, name: str, patterns: Sequence[str]) ->
 
 
 def _read_sums(directory: Path, name: str) -> dict[str, str]:
-    """Return checksums by file; `ModelError` for a malformed line or a path that leads outside."""
+    """Return checksums by file; `ModelError` for a malformed line or a path out of `directory`."""
     file = directory / SUMS_FILE
     try:
         if file.stat().st_size > _MOST_BYTES:

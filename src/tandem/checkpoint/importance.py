@@ -24,12 +24,12 @@ _MANY_TOKENS = 1 << 20  # large enough to outweigh any prior
 
 
 class Importance:
-    """The importance of a model's inputs, by the names of its parameters."""
+    """Looks up the importance of the inputs of a model's parameters in a file."""
 
     def __init__(
         self, path: Path, find: Find, divergence: Callable[[str], float | None] = lambda _: None
     ) -> None:
-        """Store `find`, which looks a parameter up in the file."""
+        """Store `find` and `divergence`, which look a parameter up in the file at `path`."""
         self._path, self._find = path, find
         self.divergence_of = divergence
         """Returns by how many nats the answers diverge after coarse rounding of a parameter; None
@@ -39,7 +39,8 @@ class Importance:
     def of(self, parameter: str, shape: tuple[int, int]) -> Tensor | None:
         """Return the importance, (num_matrices, cols) fp32 with mean 1; None if it is unknown.
 
-        Raises `ConfigError` if the parameter has another number of inputs in the file.
+        `shape` is (num_matrices, cols). Raises `ConfigError` if the file has another number of
+        inputs for the parameter.
         """
         if parameter != self._latest[0]:
             found = self._find(parameter)
@@ -72,7 +73,7 @@ class Importance:
 def save_importance(
     path: Path, found: Mapping[str, InputSquares], divergence: Mapping[str, float] | None = None
 ) -> None:
-    """Write the collected importance by parameter, atomically.
+    """Write the collected mean squares of each parameter's inputs to a file, atomically.
 
     `divergence` holds the values that `Importance.divergence_of` will return, by parameter.
     """

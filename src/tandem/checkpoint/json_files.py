@@ -43,7 +43,7 @@ def read_json(directory: Path, name: str) -> JsonObject:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse a JSON text; raises `DamagedJsonError`.
+    """Parse a JSON text; raises `DamagedJsonError` if it is invalid or nested too deep.
 
     A key with two different values is an error: two readers could each use a different one.
     """
@@ -87,7 +87,10 @@ def _unique(pairs: list[tuple[str, object]]) -> JsonObject:
 
 
 def _require_sane(content: object) -> None:
-    """Refuse nesting that is too deep, and texts with unpaired surrogates; walks level by level."""
+    """Raise `DamagedJsonError` for nesting that is too deep and texts with unpaired surrogates.
+
+    The walk goes level by level, without recursion.
+    """
     level: list[object] = [content]
     for _ in range(_DEEPEST + 1):
         inner: list[object] = []

@@ -216,7 +216,7 @@ def forget(extents: Iterable[tuple[int, int]]) -> None:
 
 
 def _joined(extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Join adjacent or overlapping extents, so that a page that two of them share is included."""
+    """Yield extents with adjacent and overlapping ones joined, so that no shared page is lost."""
     begin = end = 0
     for first, size in sorted(extents):
         if first > end:

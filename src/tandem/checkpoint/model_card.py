@@ -21,7 +21,7 @@ _MOST_CARD_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a packed model."""
+    """The base model of a packed model, and its licence."""
 
     base_model: str | None
     """The base model's id on a hub; None if only a folder is known."""

@@ -65,7 +65,7 @@ def write_index(
 
 
 def read_metadata(directory: Path) -> JsonObject:
-    """Return the metadata in a packed checkpoint's index."""
+    """Return the metadata in a packed checkpoint's index; an empty object if it has none."""
     metadata = read_json(directory, INDEX_FILE).get("metadata")
     return metadata if isinstance(metadata, dict) else {}
 
@@ -112,7 +112,7 @@ def require_as_written(file: Path, copied: FileSums) -> None:
 
 
 def _first_other(sums: Sequence[int], known: Sequence[object]) -> int | None:
-    """Return the first expert whose checksum differs from the known one, or None."""
+    """Return the number of the first expert whose checksum differs from the known one, or None."""
     pairs = enumerate(zip(sums, known, strict=False))
     return next((expert for expert, (crc, expected) in pairs if crc != expected), None)
 
@@ -168,12 +168,12 @@ def sha256_of(file: Path) -> str:
 
 
 class _Experts(NamedTuple):
-    """The tensor of a file whose rows are experts."""
+    """The tensor that holds a file's packed experts, one per row."""
 
     name: str
     entry: TensorEntry
     known: Sequence[object]
-    """The checksums in the index, one for each expert; empty if the index has another number."""
+    """The index's checksums, one per expert; empty if it does not have one for each expert."""
 
 
 def _experts_in(file: Path, metadata: JsonObject) -> _Experts | None:

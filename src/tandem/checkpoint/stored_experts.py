@@ -1,4 +1,4 @@
-"""Stores experts in the host store: as codes if their layer's format holds the codes exactly."""
+"""Stores experts in the host store: as codes if the layer's format holds them, else as values."""
 
 from collections.abc import Sequence
 
@@ -40,11 +40,11 @@ def put_experts(
     *,
     forgets: bool = False,
 ) -> None:
-    """Store one tensor of each expert, stacked from parts; a column lists one part of all experts.
+    """Store one tensor of each expert, stacked from parts such as gate and up.
 
-    A part's rows are outputs, even if the layer stores the transpose. Parts that are stored one by
-    one are removed from the columns, so that a layer is never in memory twice. Raises `ModelError`;
-    `forgets` is as in `put_fused`.
+    Each of the `columns` lists one part of all experts. A part's rows are outputs, even if the
+    layer stores the transpose. Parts that are stored one by one are removed from the columns, so
+    that a layer is never in memory twice. Raises `ModelError`; `forgets` is as in `put_fused`.
     """
     plain = [[part for part in column if isinstance(part, Tensor)] for column in columns]
     if isinstance(layer, PackedLayer) and list(map(len, plain)) == list(map(len, columns)):
@@ -78,7 +78,7 @@ def _put_expert(
 
 
 def _as_kept(layer: HostLayer, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return an expert's parts in the form that a layer stores."""
+    """Return an expert's parts as the layer stores them: stacked and transposed, or unchanged."""
     return [torch.cat(list(parts)).T] if layer.is_transposed else parts
 
 
@@ -128,7 +128,7 @@ def _put_codes(
 
 
 def _common_order(parts: list[tuple[SourceTensor, Codes]]) -> Tensor | None:
-    """Return the order of the inputs, which must be equal for all parts that read them."""
+    """Return the input order of an expert's parts, or None; `ModelError` if the parts differ."""
     first, *others = (codes.input_order for _, codes in parts)
     for other in others:
         is_same = other is first or (

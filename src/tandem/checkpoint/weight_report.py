@@ -94,7 +94,7 @@ def _other_shape(
 
 
 def _require_no_more_layers(path: Path, model: PreTrainedModel, unexpected: set[str]) -> None:
-    """Refuse weights of layers beyond the model's last layer and its MTP layers.
+    """Raise `ModelError` for a weight of a layer beyond the model's last layer and its MTP layers.
 
     Other unexpected weights are left to Transformers' own check.
     """

@@ -88,7 +88,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _report(path: Path, findings: list[Finding]) -> "list[Outcome]":
-    """Run all stages, print the results, and write the file."""
+    """Run the report's stages, print their outcomes, and write the report; return the outcomes."""
     from tandem.cli.version import version_lines
     from tandem.forecast.report.cpu_stages import CPU_STAGES
     from tandem.forecast.report.document import write_report
@@ -106,7 +106,7 @@ def _report(path: Path, findings: list[Finding]) -> "list[Outcome]":
 
 
 def tried(stages: "Sequence[Stage]") -> "list[Outcome]":
-    """Run stages and print the outcome of each."""
+    """Run stages, print the outcome of each, and return the outcomes."""
     from tandem.forecast.report.stages import Stage, run_stages
 
     def begin(stage: Stage) -> None:

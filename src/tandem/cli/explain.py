@@ -35,9 +35,7 @@ _PROMPT_TOKENS = 128
 
 
 def layer_table(statistics: CacheStatistics, eviction: Eviction) -> str:
-    """Return a table of what happened in each layer and in total, and the eviction rule of each
-    layer.
-    """
+    """Return a table of each layer's hits, copies, waits and eviction rule, and of the totals."""
     head = (
         f"{'layer':>5} {'active':>7} {'hits':>6} {'hit %':>6} {'fetched':>8} {'copied':>7} "
         f"{'ahead':>6} {'device %':>9} {'device idle':>12} {'CPU idle':>9}  evicts by"
@@ -239,7 +237,10 @@ class Drafting:
         return f"{text}; {self._counts.line()}"
 
     def json(self) -> dict[str, object]:
-        """Return the counts as JSON: decode steps by number of drafted tokens, and unpaid steps."""
+        """Return the counts as JSON: decode steps by number of drafted tokens, and steps without.
+
+        The latter are the steps that verified no draft because that would have cost time.
+        """
         counts = self._counts
         return {
             "steps_by_drafted_tokens": {str(n): steps for n, steps in sorted(counts.steps.items())},

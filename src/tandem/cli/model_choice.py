@@ -297,7 +297,7 @@ def _no_tokenizer(source: str, why: str) -> ModelError:
 
 
 def import_transformers(*, quiet: bool, has_bars: bool = True) -> None:
-    """Import Transformers, which takes seconds; it then logs only errors, and bars if wanted."""
+    """Import Transformers, which takes seconds; let it print errors only, and bars if wanted."""
     with waiting("importing torch and Transformers", quiet=quiet):
         from transformers.utils import logging
 

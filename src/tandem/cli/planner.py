@@ -135,8 +135,8 @@ def _over_disk(
     """Return the host slots of a model that runs from the disk, and its speed.
 
     Experts stay on the disk if they do not fit into memory, or exceed `expert_memory`. Both results
-    are None if no expert stays there. The speed is None if it, or the disk, was not measured.
-    Raises `TandemError` where loading would.
+    are None if no expert stays there. The speed is None if the plan has none, or if the disk was
+    not measured. Raises `TandemError` where loading would.
     """
     expert_memory, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
     if expert_memory is not None and is_plain:
@@ -159,7 +159,7 @@ def _over_disk(
 
 
 def _room_for_slots(plan: "Plan") -> int:
-    """Return the memory for experts, as loading computes it after the dense parts."""
+    """Return the bytes of host memory left for experts, as loading computes them."""
     from tandem.devices import kind_of
     from tandem.hf.disk_tier import room_for_experts
 
@@ -174,7 +174,10 @@ def _room_for_slots(plan: "Plan") -> int:
 def _from_disk(
     plan: "Plan", slots: "SlotsOverDisk", files: Sequence[Path], profile: str | None
 ) -> "DiskForecast | None":
-    """Return the speed from the disk of the profile's machine, by default this one's."""
+    """Return the speed from the disk of the profile's machine; without a profile, of this one.
+
+    None if the plan has no measured or simulated speed, or if the profile has no disk.
+    """
     from tandem.forecast.disk_forecast import forecast_from_disk, forecast_with_gpu
     from tandem.forecast.gpu_forecast import GpuForecast
     from tandem.forecast.speed_forecast import SpeedForecast

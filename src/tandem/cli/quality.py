@@ -163,7 +163,7 @@ class _Run:
         reference: "KeptLogits | None" = None,
         keep: str | None = None,
     ) -> "Tally":
-        """Run the model with the requested options."""
+        """Run the model with the requested options; return the results by domain."""
         return self._measure(
             self._choice, self._offload, self._options.dense_dtype, windows, "model",
             reference=reference, keep=None if keep is None else Path(keep),

@@ -229,7 +229,7 @@ def _used_tokens(answer: "Answer") -> int:
 
 
 def _prompt_parts(answer: "Answer") -> str:
-    """Return the numbers of new and kept prompt tokens; the prefill rate counts new tokens only."""
+    """Return how many prompt tokens are new and kept, as text; prefill's rate counts new ones."""
     new, kept = answer.prompt_tokens - answer.reused_tokens, answer.reused_tokens
     return f"{new} new, {kept} kept" if kept else f"{new} tokens"
 

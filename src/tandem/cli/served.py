@@ -1,4 +1,4 @@
-"""Turns the options of `tandem serve` into an engine's settings, for it and for `cli.replicas`."""
+"""Turns the server's options into an engine's settings, for `tandem serve` and `cli.replicas`."""
 
 import os
 from dataclasses import replace

@@ -26,7 +26,7 @@ _OF_DISKS = ("hardware", "shape", "eviction", "batch", "prompt", "limit", "hold_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """Options of `tandem simulate`; the value `list` prints the known names."""
+    """Options of `tandem simulate`; an option whose value is `list` prints the names it knows."""
 
     hardware: str = option(
         "desktop-12gb", metavar="NAME|FILE",

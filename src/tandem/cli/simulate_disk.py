@@ -50,7 +50,7 @@ class DiskOptions:
             )
 
     def rate(self, profile: "HardwareProfile") -> float:
-        """Return the disk's speed in bytes per second."""
+        """Return the disk's rate in bytes per second; raises `ConfigError` if it is unknown."""
         if self.disk != _OF_PROFILE:
             return parse_bandwidth(str(self.disk), name="disk")
         if profile.disk is None:
@@ -79,7 +79,7 @@ def simulate_disk(
     options: DiskOptions,
     progress: "Progress",
 ) -> "Report":
-    """Replay one trace; return its report."""
+    """Replay one trace with experts on a disk and without a GPU; return its report."""
     from tandem.experts.cache.policy_tables import host_slot_eviction
     from tandem.sim.disk import DiskConditions, simulate_over_disk
     from tandem.sim.simulation import split_trace

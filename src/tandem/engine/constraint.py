@@ -22,19 +22,19 @@ class Grammars:
     """Makes constraints for one tokenizer, whose tables are built in the background."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_ids: Sequence[int]) -> None:
-        """Start building the tables for a vocabulary as wide as the model's scores."""
+        """Start building the tables; `vocabulary` is the number of scores per token."""
         self._vocabulary = vocabulary
         builder = ThreadPoolExecutor(1)
         self._tables = builder.submit(lambda: Tables.of(tokenizer, vocabulary, end_ids).build())
         builder.shutdown(wait=False)
 
     def constraint(self, grammar: str) -> "GrammarConstraint":
-        """Return a new constraint; raises `ConfigError` if the tokenizer has no tables."""
+        """Return a new constraint once the tables are built; `ConfigError` if there can be none."""
         return GrammarConstraint(self._tables.result(), grammar, self._vocabulary)
 
 
 class GrammarConstraint:
-    """The state of one answer in a grammar; see `generate.constraints`."""
+    """Makes one answer follow a grammar; a `generate.constraints.Constraint`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class GrammarConstraint:
         *,
         slow_mask_seconds: float = SLOW_MASK_SECONDS,
     ) -> None:
-        """Begin at the grammar's start."""
+        """Begin at the grammar's start; masks that take over `slow_mask_seconds` are slow."""
         self._slow_mask_seconds, self._seconds_left = slow_mask_seconds, MOST_SLOW_SECONDS
         self._matcher = new_matcher(tokenizer, grammar)
         self._end_id = tokenizer.eos_token
@@ -72,7 +72,7 @@ class GrammarConstraint:
         return scores.masked_fill(self._expanded, float("-inf"))
 
     def accept(self, token: int) -> bool:
-        """Advance by one token; return whether the grammar is complete."""
+        """Advance the grammar by one token; return whether the answer is complete."""
         if not self._matcher.consume_token(token):
             self._require_no_error()
         return self._matcher.is_stopped()
@@ -81,7 +81,7 @@ class GrammarConstraint:
         self._seconds_left -= max(0.0, seconds - self._slow_mask_seconds)
         if self._seconds_left < 0:
             raise ConfigError(
-                f"the grammar takes more than {SLOW_MASK_SECONDS} seconds a token to be followed; "
+                f"the grammar takes more than {self._slow_mask_seconds} seconds a token to be followed; "
                 "the answer ended here, make it simpler"
             )
 

@@ -83,7 +83,7 @@ def run_engine(load: ModelLoader, settings: EngineSettings, connection: Connecti
 
 
 class Engine:
-    """The model with its batch, and the pipe to the HTTP side."""
+    """Holds the model and its batch, and answers requests from the pipe to the HTTP side."""
 
     def __init__(self, load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
         """Load the model and report that it is ready."""
@@ -125,7 +125,7 @@ class Engine:
         connection.send(Ready(self._info(generator, vocabulary)))
 
     def _warm_up(self) -> None:
-        """Answer a short prompt, so that the first request finds everything created."""
+        """Answer a short prompt now, to create early what the first request would wait for."""
         options = SamplingOptions(max_new_tokens=_WARM_UP_TOKENS, temperature=0.0)
         self._scheduler.add(Request(prompt=(0,), options=options))
         while self._scheduler.has_work:
@@ -169,7 +169,7 @@ class Engine:
         return bool(select.select([self._connection], [], [], 0)[0])
 
     def _wait(self) -> None:
-        """Wait for a message, but only briefly while a page is open or prefixes are unwritten."""
+        """Wait for a message; only briefly while a page is open or prefixes are unwritten."""
         seconds = _REPORT_SECONDS if self._live.is_watched else None
         is_writing = self._scheduler.prefixes.has_unwritten
         self._connection.poll(_WRITER_SECONDS if is_writing else seconds)
@@ -195,7 +195,7 @@ class Engine:
             self._tell_failed((request.request_id,), error)
 
     def _tell_failed(self, numbers: Sequence[int], error: Exception) -> None:
-        """Send `Failed` with a sentence for clients; the text of foreign errors is withheld."""
+        """Send `Failed` with a sentence for clients; an unexpected error's text is only logged."""
         message = str(error)
         if not isinstance(error, TandemError):
             _log.error("a request failed inside the engine process", exc_info=error)
@@ -203,7 +203,10 @@ class Engine:
         self._connection.send(Failed(list(numbers), message, isinstance(error, ConfigError)))
 
     def _resolved(self, options: SamplingOptions) -> SamplingOptions:
-        """Let a seed alone imply sampling, as in OpenAI's API, if the model samples by default."""
+        """Return the options, with the model's temperature if they have a seed but no temperature.
+
+        A seed alone thus implies sampling, as in OpenAI's API, if the model samples by default.
+        """
         config = self._model.generation_config
         if options.temperature is not None or options.seed is None or not config.do_sample:
             return options
@@ -231,8 +234,9 @@ class Engine:
             self._send_report()
 
     def _layer_done(self, event: LayerExecuted) -> None:
-        """Report that a step is still running: a prefill chunk may take minutes with experts on
-        disk.
+        """Send `Alive` if the last one is a second old.
+
+        With experts on disk, a step with a prefill chunk may take minutes.
         """
         now = time.perf_counter()
         if now - self._last_alive > _ALIVE_SECONDS:

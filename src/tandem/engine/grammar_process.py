@@ -24,7 +24,7 @@ from tandem.engine.helper import Limits, answer_in_fork, jobs, read
 from tandem.foreign_types import Tokenizer
 
 GrammarJob = Callable[[], str | None]
-"""Returns the grammar, or None if it cannot be written; pickled by name."""
+"""A function that returns a grammar, None if it cannot be written; pickled by name."""
 # The model's threads have priority.
 _NICENESS = 10
 
@@ -48,8 +48,9 @@ class Tables(NamedTuple):
         return cls(backend.to_str(), vocabulary, tuple(end_ids))
 
     def build(self) -> llguidance.LLTokenizer:
-        """Build the tables, which may take a second; raises `ConfigError` for an unsupported
-        tokenizer.
+        """Return the tables; building them may take a second.
+
+        Raises `ConfigError` for an unsupported tokenizer.
         """
         why = "it has no fast tokenizer"
         if not self.end_ids:
@@ -78,7 +79,7 @@ class Writer(NamedTuple):
 
 
 class Build(NamedTuple):
-    """A job: write a grammar and build its matcher."""
+    """A job for the grammar process: write a grammar and build its matcher within limits."""
 
     writer: bytes
     """A pickled `GrammarJob`."""
@@ -86,7 +87,7 @@ class Build(NamedTuple):
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Run as the grammar process until stdin is closed."""
     os.nice(_NICENESS)
     control = socket.socket(fileno=0)
     with contextlib.suppress(EOFError):
@@ -101,7 +102,7 @@ def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.L
 
 
 def _built_tables(tables: Tables) -> llguidance.LLTokenizer | ConfigError:
-    """Return the tables, or the reason why there are none."""
+    """Build and return the tables; return the `ConfigError` if that is impossible."""
     try:
         tokenizer = tables.build()
     except ConfigError as error:
@@ -111,7 +112,11 @@ def _built_tables(tables: Tables) -> llguidance.LLTokenizer | ConfigError:
 
 
 def _built(build: Build, tokenizer: llguidance.LLTokenizer | ConfigError) -> dict[str, str | None]:
-    """Return {"grammar": text} once its first mask is computed, or {"problem": reason}."""
+    """Write a job's grammar and compute its first mask.
+
+    Returns {"grammar": text}, {"grammar": None} if the job's writer returned None, or
+    {"problem": reason}.
+    """
     try:
         grammar = pickle.loads(build.writer)()
     except TandemError as error:

@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
 
 class Job(Protocol):
-    """The work of a fork."""
+    """A message that describes what a fork is to do."""
 
     @property
     def limits(self) -> Limits:
@@ -57,7 +57,7 @@ def unframed(data: bytes | bytearray) -> Any:
 
 
 def read(connection: socket.socket) -> Any:
-    """Return the next message; raises `EOFError` at the end."""
+    """Return the next message; raises `EOFError` if the connection ends before or within it."""
     (length,) = _LENGTH.unpack(_read_bytes(connection, _LENGTH.size))
     return pickle.loads(_read_bytes(connection, length))
 
@@ -84,7 +84,7 @@ def answer(connection: socket.socket, work: Callable[[Any], object]) -> None:
 def answer_in_fork(
     control: socket.socket, connection: socket.socket, work: Callable[[Any], object]
 ) -> None:
-    """Do a job in a fork within its limits.
+    """Do a job in a fork, which ends at the job's limits; return without waiting for it.
 
     The calling process must have only one thread, because forking is unsafe otherwise.
     """
@@ -105,7 +105,7 @@ def answer_in_fork(
 
 
 def _limit(connection: socket.socket, limits: Limits) -> None:
-    """Make the kernel kill this fork at its limits, by signals that it does not handle."""
+    """Limit this fork's memory; let signals end it at its time limits or if its client leaves."""
     number = connection.fileno()
     fcntl.fcntl(number, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(number, fcntl.F_SETFL, fcntl.fcntl(number, fcntl.F_GETFL) | os.O_ASYNC)

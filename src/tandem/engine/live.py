@@ -22,7 +22,7 @@ ON_HOST, ARRIVING, ON_DEVICE = 0, 1, 2
 
 
 class LiveSnapshots:
-    """The state now, and what has happened since the last snapshot."""
+    """Makes snapshots: where experts are now, and what has happened since the last snapshot."""
 
     def __init__(self, executor: Executor) -> None:
         """Prepare snapshots of an executor's model; `watch` starts them."""
@@ -42,7 +42,7 @@ class LiveSnapshots:
         self._since = time.perf_counter()
 
     def watch(self, is_on: bool) -> None:
-        """Start or stop listening."""
+        """Start or stop listening to the executor's events."""
         if is_on == self._is_watched:
             return
         self._is_watched = is_on
@@ -92,11 +92,11 @@ class LiveSnapshots:
 
     @property
     def is_watched(self) -> bool:
-        """Tell whether a page is open."""
+        """Whether the server's page is open somewhere, so that snapshots are sent."""
         return self._is_watched
 
     def due(self) -> str | None:
-        """Return a snapshot as JSON if it is time for the next one."""
+        """Return a snapshot as JSON text if it is time for the next one; None otherwise."""
         now = time.perf_counter()
         if not self._is_watched or now - self._last_sent < _PERIOD_SECONDS:
             return None
@@ -134,7 +134,7 @@ class LiveSnapshots:
         return json.dumps(snapshot, separators=(",", ":"))
 
     def _where(self) -> bytes:
-        """Return each expert's place, one byte per expert."""
+        """Return `ON_HOST`, `ARRIVING` or `ON_DEVICE` for each expert, one byte each."""
         if self._executor.cache is None:
             return bytes(self._num_layers * self._num_experts)
         where = {READY: ON_DEVICE, COPYING: ARRIVING}

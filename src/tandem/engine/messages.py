@@ -57,7 +57,7 @@ class EngineSettings:
 
 
 class Submit(NamedTuple):
-    """Answer this request."""
+    """Asks the engine process to answer a request."""
 
     request: Request
     images: bytes | None = None
@@ -65,19 +65,19 @@ class Submit(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Drop this request."""
+    """Asks the engine process to drop a request."""
 
     request_id: int
 
 
 class Watch(NamedTuple):
-    """Start or stop sending `Live` snapshots."""
+    """Asks the engine process to start or stop sending `Live` snapshots."""
 
     is_on: bool
 
 
 class Stop(NamedTuple):
-    """End the engine process."""
+    """Asks the engine process to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class ModelInfo:
     max_running: int
     """The most requests that the model runs at a time."""
     num_layers: int
-    """MoE layers."""
+    """The number of MoE layers."""
     num_experts: int
     device: str
     why_padded: str | None
@@ -102,19 +102,19 @@ class ModelInfo:
 
 
 class Ready(NamedTuple):
-    """The model is loaded."""
+    """Says that the model is loaded."""
 
     info: ModelInfo
 
 
 class Progressed(NamedTuple):
-    """The token outputs of one step."""
+    """Reports the token outputs of one step."""
 
     token_outputs: list[TokenOutput]
 
 
 class Failed(NamedTuple):
-    """These requests have failed; the sentence may be shown to clients."""
+    """Says that requests have failed; `message` is a sentence for clients."""
 
     request_ids: list[int]
     message: str
@@ -123,12 +123,12 @@ class Failed(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """A long step is still running; sent about once a second."""
+    """Says that a long step is still running; sent about once a second."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStatistics:
-    """Totals since the engine process started; those with a help text are counters of /metrics."""
+    """Totals since the engine process started; fields with a help text are counters of /metrics."""
 
     batch: BatchCounts = field(default_factory=BatchCounts)
     drafting_steps: int = option(0, help="decode steps that verified drafted tokens")
@@ -160,12 +160,12 @@ class EngineStatistics:
 
 
 class Report(NamedTuple):
-    """The current statistics."""
+    """Reports the current statistics."""
 
     statistics: EngineStatistics
 
 
 class Live(NamedTuple):
-    """A snapshot for the page, as JSON text."""
+    """A snapshot for the server's page, as JSON text."""
 
     snapshot: str

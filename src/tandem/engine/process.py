@@ -63,7 +63,7 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code: minus the signal's number if a signal ended it."""
+        """The exit code, or minus the number of the signal that ended it; None while it runs."""
         return self._process.exitcode
 
     def send(self, message: object) -> None:
@@ -91,7 +91,7 @@ class EngineProcess:
             await self._has_ended.wait()
 
     def _read(self) -> None:
-        """Deliver the messages that have arrived, or the end."""
+        """Call `on_message` with each message that has arrived; begin `_end` once the pipe ends."""
         try:
             for message in came(self._ours):
                 self._on_message(message)
@@ -135,7 +135,7 @@ def came(connection: Connection) -> Iterator[object]:
 
 @contextlib.contextmanager
 def _held_signals() -> Iterator[None]:
-    """Block signals while a process is started; it unblocks them once its handlers are set."""
+    """Block `_SIGNALS` in the body, which starts a process; `_run` unblocks them there."""
     resource_tracker.ensure_running()  # starting it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -145,7 +145,7 @@ def _held_signals() -> Iterator[None]:
 
 
 def _run(load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
-    """Run as the engine process; torch is loaded only there."""
+    """Run as the engine process; torch is imported here, not in the process that starts it."""
     # Signals reach the whole process group; the HTTP side decides when this process ends.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -45,7 +45,7 @@ class _Answering:
 
 
 class Batch:
-    """The prompts of one call to `Generator.start`. Their requests are numbered from 0."""
+    """Runs the prompts of one call to `Generator.start`; their requests are numbered from 0."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Batch:
     def advance(self) -> None:
         """Run one step of the scheduler.
 
-        Raises the step's error; all unfinished prompts are then dropped.
+        If the step fails, raises its first error and interrupts all unfinished answers.
         """
         try:
             token_outputs = self._scheduler.step()
@@ -85,7 +85,7 @@ class Batch:
             self._take(output)
 
     def interrupt(self) -> None:
-        """End every answer at its present length."""
+        """End every unfinished answer at its present length."""
         for number, one in enumerate(self._answers):
             if one.latest.finish_reason is None:
                 output = self._scheduler.interrupt(number)

@@ -1,4 +1,4 @@
-"""Changes to a token's scores before sampling: penalties, grammars, least lengths.
+"""Changes to a token's scores before sampling: penalties, grammars, minimum lengths.
 
 Each object belongs to one answer.
 """
@@ -62,12 +62,12 @@ class PenalisedScores:
     """Applies penalties and biases of OpenAI's API; penalties count only the answer's tokens."""
 
     def __init__(self, options: SamplingOptions) -> None:
-        """Start without counted tokens."""
+        """Apply the penalties and biases in `options`; the answer has no tokens yet."""
         self._options = options
         self._counts: Counter[int] = Counter()
 
     def restrict(self, scores: Tensor) -> Tensor:
-        """Return scores (1, vocabulary) as fp32 with penalties and biases."""
+        """Return scores (1, vocabulary) in fp32, with penalties subtracted and biases added."""
         options, added = self._options, dict(self._options.logit_bias)
         for token, count in self._counts.items():
             penalty = options.presence_penalty + count * options.frequency_penalty
@@ -77,21 +77,21 @@ class PenalisedScores:
         return changed
 
     def accept(self, token: int) -> bool:
-        """Count the sampled token; never ends the answer."""
+        """Count the sampled token; return False, because the answer need not end."""
         self._counts[token] += 1
         return False
 
 
 class NotYet:
-    """Keeps an answer from ending before its least length."""
+    """Keeps an answer from ending before it has `min_tokens` tokens."""
 
     def __init__(self, min_tokens: int, end_ids: frozenset[int]) -> None:
-        """Begin an answer of at least `min_tokens` tokens."""
+        """Lower the scores of `end_ids` until the answer has `min_tokens` tokens."""
         self._num_missing = min_tokens
         self._end_ids = sorted(end_ids)
 
     def restrict(self, scores: Tensor) -> Tensor:
-        """Return scores (1, vocabulary), with far lower scores for end tokens of a short answer."""
+        """Return scores (1, vocabulary); while the answer is too short, end tokens get 1e9 less."""
         if self._num_missing <= 0 or not self._end_ids:
             return scores
         changed = scores.float().clone()
@@ -99,6 +99,6 @@ class NotYet:
         return changed
 
     def accept(self, token: int) -> bool:
-        """Count the sampled token; never ends the answer."""
+        """Count the sampled token; return False, because the answer need not end."""
         self._num_missing -= 1
         return False

@@ -177,7 +177,7 @@ class Generator:
         on_text: TextListener | None = None,
         **fields: object,
     ) -> Batch:
-        """Check the prompts and return their batch, without computing any.
+        """Check the prompts and return their batch; nothing is computed yet.
 
         If there are as many prompts as in the last call, prefixes that the KV cache still holds are
         reused. An unfinished batch of the last call is interrupted.
@@ -250,10 +250,11 @@ class Generator:
         self._has_tried_slots = True
 
     def warm_up(self, notes: Path) -> None:
-        """Find out how the model can run, and record the step of one sequence before its prompt.
+        """Find out how the model can run, and record the decode step of one sequence in advance.
 
         The first tokens then come as fast as later tokens. A passed trial is noted in the directory
-        `notes`, so that the next start takes a fraction of the time.
+        `notes`, so that the next start takes a fraction of the time. Does nothing for a model on a
+        GPU or with adapters.
         """
         if self.model.device.type != "cpu" or self._adapters:
             return
@@ -337,7 +338,7 @@ class Generator:
 
 
 def _of_row(options: SamplingOptions, number: int) -> SamplingOptions:
-    """Return the options of one prompt of a call; each prompt gets another seed."""
+    """Return the options of prompt `number` of a call; its seed is the call's plus `number`."""
     seed = options.seed
     return options if seed is None else dataclasses.replace(options, seed=seed + number)
 

@@ -1,7 +1,8 @@
 """Finds prefixes of prompts that need not be computed, in sequence slots and on disk.
 
-Slots keep the tokens of earlier requests. With `PrefixFiles`, whole segments are written to disk
-between steps, where a prompt finds prefixes that no slot holds any more, even after a restart.
+A slot keeps the keys and values of its request until another request takes the slot. With
+`PrefixFiles`, whole segments are also written to disk, between steps. A prompt can then reuse
+prefixes that no slot holds any more, even after a restart.
 """
 
 import time
@@ -30,10 +31,10 @@ class _Disk(NamedTuple):
 
 
 class HeldPrefixes:
-    """The prefixes in the slots of a pool and on disk. Not thread-safe."""
+    """Finds, copies and stores prefixes in the slots of a pool and on disk. Not thread-safe."""
 
     def __init__(self, pool: SlotPool, files: PrefixFiles | None = None) -> None:
-        """Use a pool whose slots only a scheduler's requests change."""
+        """Use the slots of `pool`, which only one scheduler may change, and `files` on disk."""
         self._pool = pool
         moving = None if files is None else pool.moving
         self._disk = None if files is None or moving is None else _Disk(files, moving)
@@ -46,9 +47,10 @@ class HeldPrefixes:
     def take(self, request: Request, free: Sequence[int], oldest: int) -> tuple[int, int]:
         """Choose a free slot; return it and the number of prompt tokens that it then holds.
 
-        A slot that can continue from at least half of its own contents is best. Otherwise the slot
-        is `oldest`, the slot that must have been free for longest; any slot that holds more of the
-        prompt's prefix, even a busy slot, is copied to `oldest`.
+        Of the slots in `free`, `oldest` must have been free for longest. The free slot with the
+        longest usable prefix of the prompt is chosen if this prefix is at least half of the slot's
+        contents. Otherwise `oldest` is chosen; if another slot, even a busy one, has a longer
+        prefix, it is copied to `oldest`.
         """
         slot, shared = self._take(request, free, oldest)
         self._num_written[slot] = 0
@@ -83,10 +85,9 @@ class HeldPrefixes:
         ]
 
     def catch_up(self, running: Running) -> int:
-        """Copy a prompt's further tokens from another slot that has computed them meanwhile.
+        """Copy a prompt's next tokens from a slot that has gained them meanwhile; return how many.
 
         A common prefix of prompts that arrive together is thus computed once, chunk by chunk.
-        Returns the number of tokens gained.
         """
         pool = self._pool
         shared = self._num_usable(running.request)
@@ -98,7 +99,10 @@ class HeldPrefixes:
         return max(0, gained)
 
     def will_gain(self, running: Running, other: Running) -> bool:
-        """Tell whether a prompt should wait, because `other` computes many of its next tokens."""
+        """Tell whether `other` shares over a quarter of the tokens that `running` lacks.
+
+        If `other` computes them in this step, `running` should wait and copy them.
+        """
         request, its = running.request, other.request
         if request.has_prompt_logprobs or request.owner != its.owner:
             return False
@@ -137,7 +141,10 @@ class HeldPrefixes:
         return running.num_done - before
 
     def _read_one(self, disk: _Disk, running: Running) -> bool:
-        """Read a prompt's next segment; if it is gone, stop reading and return False."""
+        """Read a prompt's next segment from disk into its slot; skip it if the slot holds it.
+
+        If that fails, returns False, and no further segments of the prompt are read.
+        """
         first, key = running.on_disk.pop(0)
         # The tokens came from another slot meanwhile.
         if first + SEGMENT_TOKENS <= running.num_done:
@@ -157,9 +164,9 @@ class HeldPrefixes:
         return True
 
     def _give_up(self, disk: _Disk, running: Running) -> bool:
-        """Stop reading from disk, and cut a slot with states to its last usable token.
+        """Read no further segments of a prompt; return False, as `_read_one` does.
 
-        Always returns False.
+        A slot with states is cut to the longest prefix that a request can continue from.
         """
         pool, slot = self._pool, running.slot
         running.on_disk.clear()
@@ -171,7 +178,7 @@ class HeldPrefixes:
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether slots hold segments that `write_some` has not examined."""
+        """Whether slots hold whole segments that `write_some` has not examined."""
         if self._disk is None:
             return False
         held = (len(self._pool.held(slot)) for slot in range(self._pool.num_slots))
@@ -193,7 +200,7 @@ class HeldPrefixes:
         return 0 if self._disk is None else self._disk.files.num_bytes
 
     def write_some(self) -> bool:
-        """Hand one segment that is not on disk to the writer; return False if there is none."""
+        """Hand a segment that is not on disk to the writer; return whether one was handed over."""
         disk = self._disk
         if disk is None or not disk.files.takes_more:
             return False
@@ -209,9 +216,10 @@ class HeldPrefixes:
         return False
 
     def _write_one(self, disk: _Disk, slot: int, number: int) -> bool:
-        """Hand a slot's segment, and states at its end, to the writer unless they are on disk.
+        """Hand a slot's segment `number` to the writer unless it is on disk.
 
-        Returns False if nothing was handed over.
+        Also hands over the slot's states at the segment's end, at every end where states are
+        stored. Returns whether anything was handed over.
         """
         files, key, first = disk.files, self._keys[slot][number], number * SEGMENT_TOKENS
         found = {}

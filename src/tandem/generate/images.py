@@ -1,6 +1,6 @@
 """Images in prompts: opens and checks them; the model's processor writes them into the prompt.
 
-Knows pixels and tokens; `tandem.decode.images` runs the model's vision tower.
+`tandem.decode.images` runs the model's vision tower on the result.
 """
 
 import hashlib
@@ -38,13 +38,13 @@ class Processor(Protocol):
 
 
 class JoinedProcessor:
-    """A tokenizer and an image processor, combined by the patch grid of each image.
+    """A processor made of a tokenizer and an image processor that reports patch grids.
 
-    Replaces the processors of Qwen's and GLM's models, which need torchvision for videos.
+    It replaces the processors of Qwen's and GLM's models, which need torchvision for videos.
     """
 
     def __init__(self, tokenizer: Tokenizer, image_processor: Any, image_token_id: int) -> None:
-        """Use both parts; `image_token_id` is the placeholder that a template has for an image."""
+        """Combine both; `image_token_id` is the token that a chat template writes per image."""
         self._tokenizer, self._images = tokenizer, image_processor
         self._image_token_id = image_token_id
 
@@ -53,9 +53,10 @@ class JoinedProcessor:
         return self._tokenizer.apply_chat_template(conversation, **options)
 
     def __call__(self, *, text: Sequence[str], images: Sequence[object], **options: Any) -> Any:
-        """Return one text's ids and the images' inputs, by name.
+        """Return the inputs of a model's forward, by name: one text's ids, and its images.
 
-        Each placeholder in the ids is repeated for all patches of its image.
+        Each placeholder is repeated as often as its image has merged patches. Raises `ValueError`
+        unless the text has one placeholder per image.
         """
         encoded = dict(self._images(images=images, return_tensors="np"))
         counts = encoded["image_grid_thw"].prod(-1) // self._images.merge_size**2
@@ -170,9 +171,9 @@ def _read(path: Path) -> bytes:
 def write_prompt(
     processor: Processor, text: str, images: "Sequence[Image]", image_token_id: int
 ) -> ImagePrompt:
-    """Return a prompt with images as tokens and inputs of the model, written by its processor.
+    """Return the token ids and image inputs that the model's processor makes of a prompt.
 
-    Raises `ConfigError` if the processor fails.
+    `text` must have a placeholder for each image. Raises `ConfigError` if the processor fails.
     """
     try:
         encoded = dict(processor(text=[text], images=list(images), return_tensors="np"))
@@ -188,10 +189,10 @@ def write_prompt(
 
 
 def _keys(ids: tuple[int, ...], images: "Sequence[Image]", image_token_id: int) -> tuple[int, ...]:
-    """Return the ids, with a negative hash of each image in place of the image's placeholders.
+    """Return the ids with each placeholder replaced by a negative hash of its image.
 
-    Consecutive placeholders are one image. If there are more or fewer such groups than images, all
-    placeholders get one hash of all images.
+    A group of consecutive placeholders belongs to one image. If there are more or fewer groups than
+    images, every placeholder is replaced by one hash of all images.
     """
     digests = [hashlib.blake2b(f"{one.size}".encode() + one.tobytes()).digest() for one in images]
     runs = [

@@ -22,7 +22,7 @@ class KeptPrefixes:
     limit_bytes: int
 
     def open(self, model: "PreTrainedModel", pool: "SlotPool") -> "PrefixFiles | None":
-        """Return the prefix files of a model in its present form.
+        """Return the prefix files that match a model in its present form.
 
         The keys and values of some tokens, bit by bit, identify the model: they change with its
         weights, its formats, the instruction set and Tandem's code. The pool must be empty, and is

@@ -8,9 +8,10 @@ from tandem.foreign_types import PreTrainedModel
 
 
 def without_adapters_wrapper(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the Transformers model inside a PEFT model; its layers contain the adapters.
+    """Return the Transformers model inside a PEFT model; return any other model unchanged.
 
-    Raises `UnsupportedModelError` for adapters that are not in layers but precede the prompt.
+    The returned model's layers contain the adapters. Raises `UnsupportedModelError` for adapters
+    that are not in layers but put something before the prompt.
     """
     if not (hasattr(model, "get_base_model") and hasattr(model, "peft_config")):
         return model
@@ -24,7 +25,10 @@ def without_adapters_wrapper(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def adapter_state(model: PreTrainedModel) -> tuple[object, ...]:
-    """Return the state of a model's adapters; keys and values of another state are invalid."""
+    """Return which adapters of a model are active, disabled or merged; () without adapters.
+
+    Keys and values that were computed in another state must not be used.
+    """
     if not hasattr(model, "peft_config"):
         return ()
     return tuple(

@@ -1,8 +1,9 @@
 """Decides how many prompt tokens are computed between two tokens of the streams of tokens.
 
-Knows only the durations that the scheduler reports. A gap between two tokens of a stream consists
-of a prefill chunk and a decode step. Chunks are as long as the gap allows, judging by the latest
-chunks; after a chunk follow enough decode steps to give streams their share of the time.
+Here a stream is a stream of tokens, and the gap is the time between two of its tokens: that of a
+prefill chunk and a decode step. A chunk is as long as the largest permitted gap allows, by the
+durations of the latest chunks. After a chunk, enough decode steps must follow to give streams their
+share of the time. All durations come from the scheduler.
 """
 
 # Weight of the latest decode step in the usual duration. A slow step counts less: the first ones
@@ -20,6 +21,9 @@ _KEPT = 0.8
 # Chunks that differ less in length say nothing about the costs of a token (a coefficient of
 # variation).
 _LEAST_SPREAD = 0.1
+# A chunk that other programs slow down by more than this factor makes the next ones shorter, at
+# most by the second factor; the excess shrinks to so much with each chunk.
+_USUAL_OVERRUN, _MOST_OVERRUN, _OVERRUN_KEPT = 1.25, 3.0, 0.95
 
 
 class ChunkCosts:
@@ -30,20 +34,36 @@ class ChunkCosts:
     """
 
     def __init__(self) -> None:
-        """Begin without chunks."""
+        """Start without a recorded chunk."""
         self._sums = [0.0] * 5  # of weights, n, seconds, n * n, n * seconds
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Note a chunk's duration."""
+        """Record the duration of a chunk of `num_tokens` tokens; earlier chunks then count less."""
         terms = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
         self._sums = [_KEPT * old + new for old, new in zip(self._sums, terms, strict=True)]
 
     def tokens_within(self, seconds: float, part: float) -> float:
-        """Return the number of tokens of a chunk that takes this many seconds.
+        """Return the number of tokens of a chunk that takes `seconds`; a chunk must be recorded.
 
-        If the fixed part leaves room for hardly any, the tokens take as long as the fixed part, or
-        as many times longer as more prompts wait than streams run: `part` is the streams' share.
+        If the fixed cost leaves time for fewer than `_LEAST_TOKENS` tokens, the chunk takes longer:
+        its tokens take as long as the fixed cost, or r times as long if r > 1 prompts run per
+        stream. `part` is the number of streams over the number of running requests.
         """
+        fixed, per_token = self._estimate()
+        room = seconds - fixed
+        if room < _LEAST_TOKENS * per_token:
+            room = fixed * max(1.0, (1 - part) / part)
+        return room / per_token
+
+    def overrun(self, num_tokens: int, seconds: float) -> float:
+        """Return a chunk's duration over its estimate; 1 before a chunk is recorded."""
+        if self._sums[0] == 0:
+            return 1.0
+        fixed, per_token = self._estimate()
+        return seconds / (fixed + per_token * num_tokens)
+
+    def _estimate(self) -> tuple[float, float]:
+        """Return the fixed seconds of a chunk and the seconds of a token."""
         weight, tokens, total, squares, products = self._sums
         mean_tokens, mean_seconds = tokens / weight, total / weight
         variance = squares / weight - mean_tokens**2
@@ -51,11 +71,7 @@ class ChunkCosts:
         if variance > (_LEAST_SPREAD * mean_tokens) ** 2:
             slope = (products / weight - mean_tokens * mean_seconds) / variance
             per_token = min(max(slope, 0.01 * per_token), per_token)
-        fixed = mean_seconds - per_token * mean_tokens
-        room = seconds - fixed
-        if room < _LEAST_TOKENS * per_token:
-            room = fixed * max(1.0, (1 - part) / part)
-        return room / per_token
+        return mean_seconds - per_token * mean_tokens, per_token
 
 
 class Pace:
@@ -69,10 +85,11 @@ class Pace:
         self._owed_seconds = 0.0  # seconds of decode steps that are due before the next chunk
         self._num_tokens = 0.0
         self._costs = ChunkCosts()
+        self._overrun = 1.0  # how much longer a chunk may take than its estimate
 
     @property
     def may_prefill(self) -> bool:
-        """Whether streams have had their share since the last chunk."""
+        """Whether a chunk may run: streams have had their share of the time since the last one."""
         return self._owed_seconds <= 0
 
     def chunk_tokens(self, most: int) -> int:
@@ -87,12 +104,15 @@ class Pace:
     ) -> None:
         """Record a chunk's duration.
 
-        `part` is the streams' share of all running requests, 0 if no streams run: then only the
+        `part` is the number of streams over the number of running requests. If it is 0, only the
         estimate of a chunk's cost changes. If `part` is less than `stream_share`, streams get
         `part` of the time, so that all requests get equal time. `has_decoded` tells whether the
         chunk's forward also gave each stream a token.
         """
         if num_tokens > 0 and seconds > 0:
+            found = self._costs.overrun(num_tokens, seconds) / _USUAL_OVERRUN
+            kept = 1.0 + _OVERRUN_KEPT * (self._overrun - 1.0)
+            self._overrun = min(max(found, kept), _MOST_OVERRUN)
             self._costs.note(num_tokens, seconds)
         if part == 0:
             return
@@ -103,7 +123,8 @@ class Pace:
         if seconds <= 0 or num_tokens < 0.5 * self._num_tokens:
             return
         room = self._max_gap_seconds - (0.0 if has_decoded else self._decode_seconds)
-        target = self._costs.tokens_within(max(room, _LEAST_SHARE * self._max_gap_seconds), part)
+        room = max(room / self._overrun, _LEAST_SHARE * self._max_gap_seconds)
+        target = self._costs.tokens_within(room, part)
         change = min(max(target / num_tokens, 1 / _MOST_CHANGE), _MOST_CHANGE)
         self._num_tokens = num_tokens * change
 

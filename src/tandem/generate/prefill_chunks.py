@@ -24,7 +24,7 @@ _SHORTER_WITH_OTHERS = 4
 
 
 class ChunkPart(NamedTuple):
-    """A request's tokens in a chunk."""
+    """The tokens of one prompt in a chunk: from `running.num_done` to `end`."""
 
     running: Running
     end: int
@@ -44,7 +44,11 @@ class PrefillChunks:
         chunk_tokens: int = CHUNK_TOKENS,
         merges_prompts: bool = False,
     ) -> None:
-        """Cut a model's prompts for a pool; see `Scheduler` for the arguments."""
+        """Cut a model's prompts into chunks of at most `chunk_tokens` for the slots of `pool`.
+
+        Prompts stay whole if the pool cannot prefill in chunks. See `Scheduler` for `pace` and
+        `merges_prompts`.
+        """
         self._pool, self._prefixes, self._pace = pool, prefixes, pace
         self._chunk_tokens = chunk_tokens if pool.can_prefill_in_chunks else 1 << 62
         self._merges_prompts = merges_prompts
@@ -57,7 +61,10 @@ class PrefillChunks:
     def next(
         self, prompts: Sequence[Running], counts: BatchCounts, *, num_streams: int
     ) -> list[ChunkPart]:
-        """Return the next chunk, while `num_streams` streams decode; record reused tokens."""
+        """Return the next chunk, [] if no prompt may run now; add reused tokens to `counts`.
+
+        `num_streams` is the number of requests that decode meanwhile.
+        """
         if not prompts or not self._may_prefill(num_streams):
             return []
         size = self._size(num_streams)
@@ -100,7 +107,7 @@ class PrefillChunks:
         return sorted(prompts, key=rank)
 
     def may_join(self, running: Running) -> bool:
-        """Tell whether streams' tokens may join a prompt's forward, with bit-identical results."""
+        """Tell whether streams' tokens can join a prompt's forward with bit-identical results."""
         return self._may_merge(running) and self._is_shared_alike and self._pool.may_join_prefill()
 
     def _may_merge(self, running: Running) -> bool:
@@ -110,7 +117,7 @@ class PrefillChunks:
         return self._merges_prompts or self._is_shared_alike
 
     def _may_prefill(self, num_streams: int) -> bool:
-        """Tell whether a prompt's chunk may run now, or streams must come first."""
+        """Tell whether a chunk may run now; if not, streams must get tokens first."""
         return self._pace is None or num_streams == 0 or self._pace.may_prefill
 
     def _size(self, num_streams: int) -> int:
@@ -122,10 +129,10 @@ class PrefillChunks:
         return max(1, self._chunk_tokens // _SHORTER_WITH_OTHERS)
 
     def _find(self, running: Running, counts: BatchCounts, *, is_alone: bool) -> bool:
-        """Reuse a prompt's tokens from other slots and the disk; return whether to compute now.
+        """Take a prompt's next tokens from other slots and the disk; return whether none are left.
 
-        If other requests wait for tokens, only a few segments are read from disk in this step; the
-        prompt is not computed until all are read.
+        Unless the prompt `is_alone`, only a few segments are read from disk in a step; the prompt
+        must not be computed while segments are left.
         """
         gained = self._prefixes.catch_up(running)
         if running.on_disk:

@@ -30,7 +30,8 @@ def encode_messages(
 ) -> list[int] | ImagePrompt:
     """Return a conversation as token ids, with its images if it has any.
 
-    Raises `ConfigError`, and `UnsupportedModelError` for images if the model reads none.
+    Raises `ConfigError` for a prompt that cannot be read, and `UnsupportedModelError` for images if
+    the model reads none.
     """
     turns, images = without_images(messages)
     if not images:
@@ -84,7 +85,8 @@ def _through_template(
 def room(model: PreTrainedModel, prompt: Sequence[int], number: int = 0) -> int:
     """Check a prompt; return how many tokens the model's context leaves for its answer.
 
-    Raises `ConfigError`, which names the prompt by `number`.
+    Raises `ConfigError` if the prompt is empty, too long or has unknown token ids; it calls the
+    prompt by its `number`.
     """
     if not prompt:
         raise ConfigError(f"prompt {number} is empty; give some text or at least one token")

@@ -44,7 +44,7 @@ class Running:
     """Whether the prompt must run alone because a forward shared with other requests failed."""
 
     def take(self, token: int) -> str:
-        """Append a token; return the text that is now certain."""
+        """Append a token, which may end the answer; return the text that is now certain."""
         self.history.append(token)
         self.generated += 1
         is_end = token in self.end_ids

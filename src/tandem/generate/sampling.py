@@ -85,7 +85,7 @@ class SamplingOptions:
     frequency_penalty: float = 0.0
     """Subtracted from a token's score for each occurrence in the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, value added to its score)"""
+    """Pairs of a token id and the value that is added to the token's score."""
 
     def __post_init__(self) -> None:
         """Check every range; a `ConfigError` names the field, its value and the expected values."""
@@ -141,7 +141,7 @@ class SamplingOptions:
 
 
 def not_followed(generation_config: GenerationConfig) -> list[str]:
-    """Return the names of generation config options that Tandem's loop ignores."""
+    """Return the names of options that a generation config sets and Tandem's loop ignores."""
     return [
         name
         for name, neutral in _NOT_FOLLOWED.items()

@@ -58,10 +58,11 @@ class Scheduler:
         """Serve as many requests at a time as `pool` has slots; further requests wait.
 
         With `merges_prompts` a prefill chunk may hold several prompts even where the last bits of
-        their logits then depend on each other. `speculation` drafts tokens where verifying them
-        cannot change an answer. Prefixes of prompts are also kept in `files`: see `prefixes`.
-        `pace` limits how long streams wait for prompts, if prompts may be cut anywhere. Requests
-        with a lower priority number come first.
+        their logits then depend on each other. A chunk has at most `chunk_tokens` prompt tokens if
+        the pool can prefill in chunks. `speculation` drafts tokens where verifying them cannot
+        change an answer. Prefixes of prompts are also kept in `files`: see `prefixes`. `pace`
+        limits how long streams wait for prompts, if prompts may be cut anywhere. Requests with a
+        lower priority number come first.
         """
         self._model, self._tokenizer, self._pool = model, tokenizer, pool
         self._pace, self._follow_grammar = pace, follow_grammar
@@ -347,7 +348,10 @@ class Scheduler:
     def _choose(
         self, running: Running, logits: Tensor, drafted: int | None = None
     ) -> list[TokenOutput]:
-        """Choose a request's next token from logits (1, vocabulary); `drafted` is its draft."""
+        """Choose a request's next token from logits (1, vocabulary).
+
+        `drafted` is the token that was drafted in its place; None if there was none.
+        """
         request, scores = running.request, logits
         for constraint in running.constraints:
             scores = constraint.restrict(scores)

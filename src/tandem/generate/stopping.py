@@ -11,11 +11,11 @@ class StopStrings:
         self._strings = tuple(strings)
         self._held = ""
         self.met: str | None = None
-        """The stop string that ended the text."""
+        """The stop string that ended the text; None: none has been found yet."""
 
     @property
     def is_met(self) -> bool:
-        """Whether the text has ended."""
+        """Whether a stop string has ended the text."""
         return self.met is not None
 
     def add(self, piece: str) -> str:
@@ -33,7 +33,7 @@ class StopStrings:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """Return the text held back; call this at the end, when no stop string can follow."""
+        """Return the text held back; call this after the last piece of text."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""Converts tokens to text as they come: never half a character, and returned text never changes."""
+"""Converts tokens to text as they come; it never returns half a character or revises its text."""
 
 from tandem.foreign_types import Tokenizer
 
@@ -30,7 +30,7 @@ class TextStream:
         return text[len(before) :]
 
     def finish(self) -> str:
-        """Return the text that is still held back."""
+        """Return the text that is still held back; call this after the last token."""
         before = self._decode(self._ids[self._context : self._done])
         text = self._decode(self._ids[self._context :])
         self._context = self._done = len(self._ids)

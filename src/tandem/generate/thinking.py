@@ -30,10 +30,13 @@ class ThinkingLimit:
 
 
 class BoundedThinking:
-    """Applies a limit to one answer: a `Constraint` that forbids no token before the limit."""
+    """A `Constraint` that inserts the closing text into an answer once its reasoning is too long.
+
+    It forbids no token before that.
+    """
 
     def __init__(self, limit: ThinkingLimit, tokenizer: Tokenizer) -> None:
-        """Start counting tokens."""
+        """Apply `limit`; `tokenizer` encodes its marks and decodes the answer."""
         self._limit = limit
         self._decode: Callable[[Sequence[int]], str] = tokenizer.decode
         self._closing, self._mark = (
@@ -46,10 +49,10 @@ class BoundedThinking:
         self._forced = self._closing if limit.has_begun and limit.num_tokens == 0 else []
 
     def restrict(self, scores: "Tensor") -> "Tensor":
-        """Return scores (1, vocabulary); if a token must come, all other tokens get -inf.
+        """Return scores (1, vocabulary); -inf for all but the next token of the closing text.
 
-        If a grammar forbids the closing text, the end mark alone is inserted; if the grammar
-        forbids the end mark too, scores are unchanged.
+        Scores are unchanged while nothing is being inserted. If a grammar forbids the closing text,
+        the end mark alone is inserted; if the grammar forbids the end mark too, nothing is.
         """
         if not self._forced:
             return scores
@@ -65,7 +68,7 @@ class BoundedThinking:
         return bool(scores[0, self._forced[0]] == float("-inf"))
 
     def accept(self, token: int) -> bool:
-        """Count the sampled token; never ends the answer."""
+        """Count the sampled token; return False, because the answer need not end."""
         if self._forced:
             is_on_its_way = token == self._forced[0]
             self._forced = self._forced[1:] if is_on_its_way else self._closing
@@ -76,7 +79,7 @@ class BoundedThinking:
         return False
 
     def _look(self) -> None:
-        """Check whether the reasoning begins, ends or has reached its limit."""
+        """Note whether the latest token begins or ends the reasoning, or reaches its limit."""
         if not self._is_open:
             text = self._decode(self._tokens).lstrip()
             self._is_open = text.startswith(self._limit.begin)

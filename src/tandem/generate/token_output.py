@@ -11,7 +11,7 @@ from tandem.generate.answer import FinishReason
 
 
 class TokenLogprob(NamedTuple):
-    """A token's log-probability, and the likeliest tokens, under the model's unchanged logits."""
+    """A token's log-probability by the model's own logits, and the likeliest tokens with theirs."""
 
     token_id: int
     logprob: float
@@ -39,7 +39,7 @@ class TokenOutput(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The error because of which a step has dropped some requests."""
+    """The requests that a step has dropped, and the error that caused this."""
 
     request_ids: tuple[int, ...]
     error: Exception

@@ -1,4 +1,4 @@
-"""Notes on disk that a model's decode steps have passed their trial, so that later starts try less.
+"""Notes on disk that a model's decode steps have passed their trial, to shorten later trials.
 
 A note is an empty file. Its name is a hash of everything that the outcome depends on: the model's
 config and modules, the formats of its weights, the instruction set, the versions of torch and

@@ -1,7 +1,7 @@
 """Requests that wait for a sequence slot, ordered by priority number, then by arrival.
 
 Dropped entries stay in the heap until they reach its top or are about half of it. So an arrival
-costs no time for each waiting request, nor do thousands of requests that leave at once.
+takes no pass over the queue, and thousands of requests that leave at once do not take one each.
 """
 
 import heapq
@@ -40,7 +40,7 @@ class WaitingLine(Generic[T]):
                 return self._waiting.pop(entry[2])[1]
 
     def drop(self, numbers: Iterable[int]) -> int:
-        """Remove requests that are in the queue; return how many there were."""
+        """Remove the requests with these numbers; return how many of them were in the queue."""
         num_dropped = sum(self._waiting.pop(number, None) is not None for number in numbers)
         if len(self._heap) > 2 * len(self._waiting) + _FEW:
             self._heap = [*filter(self._is_waiting, self._heap)]

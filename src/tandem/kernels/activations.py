@@ -31,7 +31,7 @@ def find_native_activation(
     is_interleaved: bool,
     parameters: object,
 ) -> NativeActivation | None:
-    """Return the native form of a model's activation, or None.
+    """Return the native form of a model's activation; None if no native activation matches.
 
     `activate` maps results of the first projection to the second projection's input. For gated
     experts, results are [gate; up] or, if `is_interleaved`, gate and up alternate. `parameters` is

@@ -35,7 +35,7 @@ def require_kv_dtype(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionForm:
-    """The sizes of a model's attention, and its additions to a softmax of scaled products."""
+    """The sizes of a model's attention, and what it changes in a softmax of scaled products."""
 
     num_heads: int
     num_kv_heads: int
@@ -51,9 +51,9 @@ class AttentionForm:
     chunk: int = 0
     """Positions of a chunk; a token sees only its own chunk. 0: no chunks."""
     selected_block: int = 1
-    """Positions of a block that an indexer selects together."""
+    """The number of positions in a block, which an indexer selects as a whole."""
     selects_by_head: bool = False
-    """Whether the indexer selects for each KV head."""
+    """Whether the indexer selects for each KV head separately."""
 
     @property
     def kept_window(self) -> int:
@@ -104,12 +104,13 @@ class CachedAttention:
         *,
         is_joint: bool = False,
     ) -> None:
-        """Keep keys and values as `kv_dtype`, of `KV_DTYPES`; no memory is allocated yet.
+        """Prepare to store keys and values as `kv_dtype`; only `reserve` allocates their memory.
 
-        `sinks` (heads,) are scores without values, which get a share of the softmax. If windows
-        keep prompts, `prompt_lengths` (slots,) int64 is read each time attention is computed.
-        `profiles` are those of a `DistanceBias`. If `is_joint`, the layer's keys are also its
-        values and are stored once.
+        `kv_dtype` is a key of `KV_DTYPES`, or fp32 or bf16 as a torch dtype. `sinks` (heads,) are
+        scores without values, which get a share of the softmax. If windows keep prompts,
+        `prompt_lengths` (slots,) int64 is read each time attention is computed. `profiles` are
+        those of a `DistanceBias`. If `is_joint`, the layer's keys are also its values and are
+        stored once.
         """
         self.form, self._is_joint = form, is_joint
         self.kv_dtype = kv_dtype if isinstance(kv_dtype, str) else _OF_VALUES[kv_dtype]
@@ -147,11 +148,11 @@ class CachedAttention:
 
     @property
     def has_bias(self) -> bool:
-        """Whether tokens have states of a `DistanceBias`."""
+        """Whether scores get a `DistanceBias`, whose states `attend` must receive."""
         return self._profiles is not None
 
     def compress(self, ratio: int) -> "CompressedKeys":
-        """Attend also to a compressed key for every `ratio` tokens; return these keys."""
+        """Let tokens see compressed keys too, one for every `ratio` tokens; return their store."""
         self.compressed = CompressedKeys(self.native, self.kv_dtype, ratio)
         return self.compressed
 
@@ -183,7 +184,7 @@ class CachedAttention:
         self.native.set_cache(self.keys, self.values)
 
     def with_sinks(self, sinks: Tensor) -> "CachedAttention":
-        """Return attention with other sinks to the same keys and values, which this object owns."""
+        """Return attention over this object's present keys and values, with other sinks."""
         other = CachedAttention(
             self.form, self.kv_dtype, sinks, self._prompt_lengths, is_joint=self._is_joint
         )
@@ -192,7 +193,7 @@ class CachedAttention:
         return other
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot to another, as far as they are kept."""
+        """Copy the first `length` tokens of slot `source` to slot `target`, as far as kept."""
         blocks = -(-length // BLOCK_TOKENS)
         for tensor in (self.keys, self.values):
             tensor[target, :, :blocks] = tensor[source, :, :blocks]
@@ -211,8 +212,8 @@ class CachedAttention:
         `slots` and `positions` are (n_tokens,) int64. The caller must have reserved the memory;
         positions outside the cache raise `ValueError`. A slot's positions must be filled in order,
         without a gap; a layer with a window keeps as many of the last positions as it has room for.
-        `compressed` (1, n_tokens, dim) has compressed keys, of which those of tokens that end a
-        window are stored.
+        `compressed` (1, n_tokens, dim) has a compressed key for each token; it is stored only for
+        tokens that end a window.
         """
         key, value = _dense_last(key), _dense_last(value)
         compressed = None if compressed is None else _dense_last(compressed)
@@ -248,10 +249,10 @@ class CachedAttention:
 
 
 class CompressedKeys:
-    """Keys of a layer that stand for several tokens each, and are their own values."""
+    """The compressed keys of a layer: each stands for several tokens, and is also its value."""
 
     def __init__(self, layer: _native.AttentionLayer, kv_dtype: str, ratio: int) -> None:
-        """Keep a key for every `ratio` tokens; no memory is allocated yet."""
+        """Prepare a key for every `ratio` tokens of `layer`; only `reserve` allocates memory."""
         self._layer, self._kv_dtype, self.ratio = layer, kv_dtype, ratio
         self.memory = torch.empty((0, 0, layer.joint_key_bytes), dtype=torch.uint8, device="cpu")
         """(slots, keys, bytes of a key), laid out as in `csrc/kv_layout.hpp`"""
@@ -263,7 +264,7 @@ class CompressedKeys:
         return self.memory.nbytes
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the bytes of `num_tokens` tokens in a slot; the last window may be incomplete."""
+        """Return the bytes of a slot's keys for `num_tokens` tokens; the last may be incomplete."""
         return -(-num_tokens // self.ratio) * self._layer.joint_key_bytes
 
     def reserve(self, num_slots: int, capacity: int, used: int = 0) -> None:

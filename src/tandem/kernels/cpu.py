@@ -41,7 +41,7 @@ def detect_cpu() -> CpuInfo:
 
 
 def usable_topology() -> Topology:
-    """Return the processors that this process may use."""
+    """Return the topology of the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return read_topology(os.sched_getaffinity(0))
     return read_topology(range(os.cpu_count() or 1))

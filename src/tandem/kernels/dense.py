@@ -26,10 +26,11 @@ class CpuThreads:
     """
 
     def __init__(self, *, num_threads: int | None = None, isa: str = "") -> None:
-        """Start `num_threads` - 1 threads on first use; None means one for each fast core.
+        """Choose the number of threads and the instruction set; threads start on first use.
 
-        `isa` names an instruction set; "" means the best one. Raises `ConfigError` if this
-        processor lacks the instruction set.
+        `num_threads` includes the calling thread; None means one for each fast core. `isa` names an
+        instruction set; "" means the best one. Raises `ConfigError` if this processor lacks the
+        instruction set.
         """
         self.num_threads = num_threads or detect_cpu().num_threads
         self.isa = choose_isa(isa)
@@ -172,7 +173,7 @@ def multiply_groups(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tens
 
 
 def padded_bias(bias: Tensor | None, rows: int) -> Tensor | None:
-    """Return a bias padded to `rows`, in the form of `DenseWeight`."""
+    """Return a bias of `rows` values as fp32, padded to whole blocks; None if it is None."""
     if bias is None:
         return None
     padded = torch.zeros(-(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK, device="cpu")
@@ -181,7 +182,7 @@ def padded_bias(bias: Tensor | None, rows: int) -> Tensor | None:
 
 
 def row_stride(x: Tensor) -> int | None:
-    """Return the distance between rows of the last dimension, in values; None if it varies."""
+    """Return the number of values from row to row; None if it varies or a row is not contiguous."""
     if x.stride(-1) != 1:
         return None
     try:

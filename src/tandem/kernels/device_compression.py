@@ -48,7 +48,10 @@ def compress_step(
     values: Tensor,
     gates: Tensor,
 ) -> Tensor:
-    """Return the keys (n_tokens, dim) of tokens at the given slots and positions (n_tokens,)."""
+    """Return the keys (n_tokens, dim) of tokens at the given slots and positions (n_tokens,).
+
+    `rings` are those of all slots, and are updated. Keys of tokens that end no window are zeros.
+    """
     ratio, span, kept = *_sizes(operation), rings.shape[1]
     rings[slots, positions % kept] = _with_bias(operation, positions, values, gates)
     at = positions[:, None] + torch.arange(1 - span, 1, device=values.device)
@@ -58,19 +61,22 @@ def compress_step(
 
 
 def _sizes(operation: Compression) -> tuple[int, int]:
-    """Return the number of tokens in a window, and the number from which a key is computed."""
+    """Return how many tokens a window has, and from how many tokens a key is computed."""
     ratio = len(operation.bias)
     return ratio, ratio * operation.num_series
 
 
 def _with_bias(operation: Compression, positions: Tensor, values: Tensor, gates: Tensor) -> Tensor:
-    """Return tokens in their stored form: (n_tokens, 2, width)."""
+    """Return what a ring stores for tokens: (n_tokens, 2 for values and biased gates, width)."""
     bias = operation.bias[positions % len(operation.bias)]
     return torch.stack([values.float(), gates.float() + bias], 1)
 
 
 def _keys(operation: Compression, tokens: Tensor, are_there: Tensor) -> Tensor:
-    """Return keys (n, dim) from those tokens (n, tokens of a key, 2, width) that `are_there`."""
+    """Return keys (n, dim), each computed from tokens (n, tokens of a key, 2, width).
+
+    Tokens that are not `are_there` (n, tokens of a key) get no weight.
+    """
     bias, num_series = operation
     if num_series > 1:  # the first series belongs to the previous window, the second to its own
         before, own = tokens.split(len(bias), 1)

@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 
 class SlotTokens(NamedTuple):
-    """The tokens of a call."""
+    """The runs that the tokens of a call form."""
 
     runs: Tensor
     """(n_runs, 6) int64 on the device, each a `Run`; the first run must not be idle."""
@@ -63,9 +63,9 @@ class StateMemory(NamedTuple):
 
 
 class StateKernels(Protocol):
-    """Operations that change states; all numbers are fp32.
+    """Computes operations with states on a device; all numbers in memory are fp32.
 
-    In memory, weights are (width, channels) and factors (key_dim, value_dim), whatever their
+    Weights lie in memory as (width, channels) and factors as (key_dim, value_dim), whatever their
     tensors' shapes.
     """
 
@@ -75,12 +75,12 @@ class StateKernels(Protocol):
     def convolve(
         self, operation: Convolution, memory: StateMemory, tokens: SlotTokens, x: Tensor
     ) -> Tensor:
-        """Return the convolution of x (n_tokens, channels)."""
+        """Advance the states by x (n_tokens, channels); return the outputs in the same shape."""
 
     def recur(
         self, operation: Recurrence, memory: StateMemory, tokens: SlotTokens, *inputs: Tensor
     ) -> Tensor:
-        """Return a recurrence's outputs (n_tokens, heads, value_dim).
+        """Advance the states by the tokens; return the outputs (n_tokens, heads, value_dim).
 
         `inputs` are values, queries, keys, decays and optionally rates, as in
         `RecurrenceState.add`.
@@ -95,7 +95,7 @@ class StateKernels(Protocol):
         values: Tensor,
         gates: Tensor,
     ) -> Tensor:
-        """Return the keys (n_tokens, dim) of a step's tokens, as in `compress_step`."""
+        """Update the rings; return the tokens' keys (n_tokens, dim), as `compress_step` does."""
 
 
 def logged_values(operation: StateOperation) -> int:
@@ -108,7 +108,7 @@ def logged_values(operation: StateOperation) -> int:
 
 
 def logged_sizes(form: RecurrenceForm) -> tuple[int, int, int, int]:
-    """Return how many values of keys, values, decays and rates are logged for a token."""
+    """Return how many numbers are logged for a token's keys, values, decays and rates."""
     values = form.num_heads * form.value_dim
     each = {"head": 1, "key": form.key_dim, "pair": form.value_dim}[form.decay]
     return form.num_key_heads * form.key_dim, values, form.num_heads * each, form.num_heads
@@ -177,7 +177,7 @@ class TorchStates:
 
 
 class _Runs:
-    """A call's runs, and the places of their tokens."""
+    """Rearranges values between a call's tokens and its runs; loads and stores the runs' states."""
 
     def __init__(self, tokens: SlotTokens, num_tokens: int) -> None:
         self._has_log, self._most, runs = tokens.have_log, tokens.most, tokens.runs
@@ -191,11 +191,11 @@ class _Runs:
         self._kept_from = torch.where(self.num_certain > 0, number, 0)
 
     def by_run(self, values: Tensor) -> Tensor:
-        """Return tokens' values by run: (runs, tokens, ...)."""
+        """Rearrange values of the call's tokens (n_tokens, ...) to (runs, tokens of a run, ...)."""
         return values[self._token_of]
 
     def by_token(self, values: Tensor) -> Tensor:
-        """Return values (runs, tokens, ...) in the order of the call's tokens."""
+        """Undo `by_run`: return values (runs, tokens of a run, ...) as (n_tokens, ...)."""
         return values[self._run_of, self._place_of]
 
     def states(self, memory: StateMemory) -> Tensor:
@@ -234,7 +234,7 @@ class _Stepped:
         return state + keys * change[:, :, None]
 
     def values(self, token: Tensor) -> Tensor:
-        """Return tokens' values, (runs, heads, value_dim)."""
+        """Return the values in tokens (runs, logged values): (runs, heads, value_dim)."""
         _, value, _, _ = token.split(logged_sizes(self._form), -1)
         values: Tensor = value.unflatten(-1, (self._form.num_heads, self._form.value_dim))
         return values
@@ -251,14 +251,20 @@ class _Stepped:
 
 
 def _heads(form: RecurrenceForm, x: Tensor, scale: float) -> Tensor:
-    """Return queries or keys (..., key heads, key_dim) expanded to all heads."""
+    """Return scaled queries or keys (..., key heads, key_dim), repeated for all heads.
+
+    They are first normalised to length 1 if the form says so.
+    """
     if form.is_normalised:
         x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LEAST_SQUARE)
     return (x * scale).repeat_interleave(form.num_heads // form.num_key_heads, -2)
 
 
 def _from(x: Tensor, first: Tensor, count: int) -> Tensor:
-    """Return `count` tokens of x (runs, tokens, ...) from `first` (runs,) on; repeat the last."""
+    """Return `count` tokens of each run in x (runs, tokens, ...), from `first` (runs,) on.
+
+    The last token of x is repeated where there are fewer.
+    """
     place = first[:, None] + torch.arange(count, device=x.device)
     run = torch.arange(len(x), device=x.device)[:, None]
     return x[run, place.clamp(max=x.shape[1] - 1)]

@@ -33,7 +33,7 @@ def is_grouped(module: nn.Module) -> bool:
 
 
 def cut_like(linear: object, packed: nn.Module) -> nn.Module:
-    """Return the packed form of a layer, split into groups if the layer is grouped."""
+    """Return `packed`, the packed form of `linear`; split it into groups if `linear` has them."""
     if (num_groups := num_groups_of(linear)) > 1:
         cast("_CanBeCut", packed).cut(num_groups)
     return packed

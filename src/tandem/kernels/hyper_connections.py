@@ -16,7 +16,7 @@ MOST_STREAMS = 16  # the same as in C++
 
 
 class HyperConnection(NamedTuple):
-    """The parameters of a hyper-connection, without its tensors."""
+    """The numbers that configure a hyper-connection; its tensors are passed separately."""
 
     norm_eps: float
     eps: float
@@ -50,7 +50,7 @@ def add_mix_in(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> None:
-    """Add a call of `mix_in` to a program, with the memory for its outputs."""
+    """Add a call of `mix_in` to a program; its two results go to the memory of `outputs`."""
     program.add_mix_in(*connection, *inputs, *outputs)
 
 

@@ -26,7 +26,7 @@ MIX_IN = "mix_in"
 MIX_OUT = "mix_out"
 ROUTER_INPUT = "router_input"
 WITHOUT_EFFECTS = {GROUPS, ROWS, MIX_IN, MIX_OUT}
-"""Kinds whose calls change no argument; their inputs may be weights, which stay the same."""
+"""Kinds of calls that change none of their arguments, so that these may be weights."""
 
 
 T = TypeVar("T")
@@ -63,16 +63,17 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
 
 
 class Meeting:
-    """Makes a torch mode receive opaque calls whole, without the operations inside them.
+    """A mix-in that makes a torch mode receive opaque calls whole, without the operations inside.
 
-    It is a context manager, and must be listed before the mode among a class's bases.
+    A class must list it before the mode among its bases. While `is_paused`, the mode must leave
+    operations alone.
     """
 
     is_capturing = False
     is_paused = False
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
-        """Call a function while the mode ignores the operations inside; see `Interceptor`."""
+        """Call a function with `is_paused` set, and return its result; see `Interceptor`."""
         self.is_paused = True
         try:
             return function(*args)
@@ -90,10 +91,10 @@ class Meeting:
 
 
 def mapped(function: Callable[[object], object], arguments: T) -> T:
-    """Apply a function to each of an operation's arguments, also inside nested lists.
+    """Apply a function to each argument of an operation, also in nested lists, tuples and dicts.
 
-    A step has thousands of operations, and torch's own tree walk would take much of the time that
-    recording a step takes.
+    The result is nested like `arguments`. A step has thousands of operations, and torch's own tree
+    walk would take much of the time that recording a step takes.
     """
     values: object = arguments
     found: object

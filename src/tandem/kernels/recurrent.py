@@ -33,7 +33,7 @@ class Convolution(NamedTuple):
 
 
 class RecurrenceForm(NamedTuple):
-    """The form of a linear recurrence, without its numbers."""
+    """The sizes and options of a linear recurrence; its tensors are in `Recurrence`."""
 
     num_heads: int
     num_key_heads: int
@@ -116,7 +116,7 @@ class LayerState(ABC):
         inputs: Sequence[Tensor],
         output: Tensor,
     ) -> None:
-        """Add a call to a program, with tensors as in `__call__`, and the output's memory."""
+        """Add a call to a program, with arguments as in `__call__`; the result goes to `output`."""
 
     def __call__(
         self, threads: CpuThreads, tokens: StateTokens, inputs: Sequence[Tensor]
@@ -166,7 +166,7 @@ class ConvolutionState(LayerState):
 
 
 class RecurrenceState(LayerState):
-    """A recurrence with its states."""
+    """A recurrence with the state of each slot."""
 
     def __init__(self, num_slots: int, operation: Recurrence) -> None:
         """Start with zeros in all slots; raises `ValueError` for a key size without a kernel."""
@@ -219,7 +219,7 @@ class RecurrenceState(LayerState):
 
 
 class CompressionState(LayerState):
-    """A compression with the tokens of each slot from which later keys are made.
+    """A compression, with the last tokens of each slot, from which later keys are computed.
 
     Tokens are stored by position, with room for drafted tokens, so that rejecting drafted tokens
     changes nothing.

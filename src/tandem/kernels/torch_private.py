@@ -18,7 +18,7 @@ TensorKind = TypeVar("TensorKind", bound=Tensor)
 
 
 def children_by_name(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's own dictionary of children, for comparing (2.11 to today).
+    """Return a module's own dictionary of children, only to compare or copy it (2.11 to today).
 
     Replaces `named_children`, which takes ten times as long; it is called for each layer and step.
     """
@@ -82,7 +82,10 @@ def without_overrides() -> AbstractContextManager[None]:
 
 
 def spin_gpu(cycles: int) -> None:
-    """Keep the current stream busy for `cycles` cycles, in place of a kernel (2.11 to today)."""
+    """Keep the current stream busy for `cycles` clock cycles (2.11 to today).
+
+    Replaces a kernel that only waits; no public call does this.
+    """
     torch.cuda._sleep(cycles)
 
 

@@ -16,11 +16,12 @@ class NewCompressed(NamedTuple):
     key: Tensor
     """(1, n_tokens, dim); only keys of tokens that end a window are stored."""
     selected: Tensor | None
-    """(b, n_tokens, most) int32: the keys that tokens see, from `SlotCache.select`; None: all."""
+    """(b, n_tokens, most) int32: the numbers of the keys that each token sees, from
+    `SlotCache.select`; None: all."""
 
 
 class AttentionCall(NamedTuple):
-    """Queries, keys and values (heads, n_tokens, dim), in the order of the step."""
+    """A call of attention: queries, keys and values (heads, n_tokens, dim), in the step's order."""
 
     form: AttentionForm
     query: Tensor
@@ -37,18 +38,18 @@ class AttentionCall(NamedTuple):
 
     @property
     def token_sinks(self) -> Tensor | None:
-        """The sinks of each token, if they differ."""
+        """`sinks` if each token has its own; otherwise None."""
         return self.sinks if self.sinks is not None and self.sinks.dim() == 2 else None
 
     @property
     def head_sinks(self) -> Tensor | None:
-        """The sinks that all tokens share."""
+        """`sinks` if all tokens share them; otherwise None."""
         return self.sinks if self.sinks is not None and self.sinks.dim() == 1 else None
 
     def part(self, some: slice) -> "AttentionCall":
-        """Return the call for some tokens.
+        """Return the call for a range of its tokens.
 
-        Of the tensors in `optional_tensors`, the call must have none except `selected`.
+        Except for `selected`, the call must have none of the tensors in `optional_tensors`.
         """
         query, key, value = (x[:, some] for x in (self.query, self.key, self.value))
         selected = None if self.selected is None else self.selected[some]
@@ -66,7 +67,7 @@ class AttentionCall(NamedTuple):
 class OptionalTensors(NamedTuple):
     """The optional tensors of an attention call by name; CPU only.
 
-    The layer determines which of them exist, except for `selected`.
+    Each layer always has the same ones, except for `selected`.
     """
 
     compressed: Tensor | None
@@ -76,9 +77,9 @@ class OptionalTensors(NamedTuple):
 
     @classmethod
     def of(cls, attention: CachedAttention, tensors: Sequence[Tensor]) -> "OptionalTensors":
-        """Assign names to the tensors of `AttentionCall.optional_tensors`.
+        """Name the tensors of `AttentionCall.optional_tensors`.
 
-        The layer decides which tensors must be given; a selection may follow them.
+        `tensors` must contain all that `attention` expects; a selection may follow them.
         """
         rest = iter(tensors)
         compressed = None if attention.compressed is None else next(rest)
@@ -87,7 +88,7 @@ class OptionalTensors(NamedTuple):
         return cls(compressed, states, sinks, next(rest, None))
 
     def part(self, some: slice) -> "OptionalTensors":
-        """Return the tensors of some tokens only."""
+        """Return the tensors for a range of their tokens."""
         return OptionalTensors(
             None if self.compressed is None else self.compressed[:, some],
             None if self.bias_states is None else self.bias_states[:, some],

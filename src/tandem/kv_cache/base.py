@@ -28,7 +28,7 @@ class NotInSlotsError(Exception):
 
 
 class SlotCache(ABC):
-    """Keeps the lengths of slots, and checks the order of a model's calls.
+    """A KV cache of sequence slots: keeps their lengths, and checks the order of a model's calls.
 
     In each layer, the call with the new keys must come before the call of attention.
     """
@@ -51,13 +51,11 @@ class SlotCache(ABC):
         """Start with empty slots."""
         self.lengths = [0] * num_slots
         self.num_layers = 1
-        """The expected number of layers, whose memory is requested together."""
-        self.num_sliding_layers = 0
-        """The number of layers that see only a window."""
+        """The number of layers that will store keys; room for all is checked at the first."""
         self.windows_by_layer: dict[int, int] = {}
-        """The windows of Transformers' cache, by layer."""
+        """The window's size by layer, as Transformers' cache states it."""
         self.prompt_windows: dict[int, int] = {}
-        """The windows of layers whose tokens also see their slot's whole prompt."""
+        """The window's size by layer, where tokens also see their slot's whole prompt."""
         self.prompt_lengths = [0] * num_slots
         """The prompt tokens in each slot; decoded tokens follow them."""
         self.has_compressed = False
@@ -83,7 +81,7 @@ class SlotCache(ABC):
         self.states.commit()
 
     def _prompt_length(self, segment: Segment) -> int:
-        """Return how many of a slot's tokens belong to prompts, including announced ones."""
+        """Return how many prompt tokens the segment's slot has once the segment is computed."""
         slot, first, count = segment
         return self.prompt_lengths[slot] if self.is_decoding else first + count
 
@@ -137,15 +135,16 @@ class SlotCache(ABC):
         self._awaited = layer
 
     def expect_sharing(self, module: object) -> None:
-        """Expect the layer of an attention module that shares another layer's keys.
+        """Expect the layer of an attention module, unless new keys announced a layer already.
 
-        The keys are stored again for this layer, because a model may change them in each layer.
+        A layer that shares another layer's keys announces none. The keys are stored again for it,
+        because a model may change them in each layer.
         """
         if self._awaited is None:
             self._awaited = vars(module).get("layer_idx")
 
     def expect_compressed(self, new: NewCompressed) -> None:
-        """Record the compressed keys that the expected layer's tokens see besides its own keys."""
+        """Record compressed keys, which tokens see besides the expected layer's own keys."""
         self._compressed = new
 
     def expected_compressed(self) -> NewCompressed | None:
@@ -155,10 +154,7 @@ class SlotCache(ABC):
 
     @property
     def expected_window(self) -> int:
-        """The window of the layer whose attention is expected; 0: none.
-
-        Transformers' cache states it.
-        """
+        """The window's size in the layer whose attention is expected; 0: it has no window."""
         if self._awaited is None:
             return 0
         return {**self.prompt_windows, **self.windows_by_layer}.get(self._awaited, 0)
@@ -191,9 +187,9 @@ class SlotCache(ABC):
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Replace a slot's contents by the first `length` tokens of `source`.
+        """Replace the contents of slot `target` by the first `length` tokens of slot `source`.
 
-        `length` must be `reachable`.
+        `length` must be `reachable` in `source`.
         """
         assert length == self.reachable(source, length)
         self._copy_layers(source, target, length)
@@ -209,15 +205,15 @@ class SlotCache(ABC):
     def usable(self, slot: int, length: int) -> int:
         """Return how many of the slot's first `length` tokens a prompt can continue from.
 
-        These tokens are `reachable`. If windows keep prompts, decoded tokens count only while they
-        have seen everything before them, as a prompt's tokens do.
+        The result is `reachable`. With `prompt_windows`, decoded tokens count only as far as
+        `seen_whole`.
         """
         return self.reachable(slot, min(length, self.seen_whole(slot)))
 
     def seen_whole(self, slot: int) -> int:
-        """Return how many leading tokens of a slot have the keys and values of a prefill.
+        """Return how many of a slot's first tokens have the keys and values of a prefill.
 
-        These are the keys and values that a prefill of the same tokens would compute.
+        The window of a later token hid an earlier decoded token, which it would see in a prefill.
         """
         windows = self.prompt_windows.values()
         return min([self.lengths[slot], *(self.prompt_lengths[slot] + w for w in windows)])
@@ -225,7 +221,7 @@ class SlotCache(ABC):
     def reachable(self, slot: int, length: int) -> int:
         """Return how many of a slot's first `length` tokens the slot can continue from.
 
-        With states, these may be only the tokens of the longest checkpoint; otherwise all.
+        With states, the result may be only the length of the longest checkpoint.
         """
         assert length <= self.lengths[slot]
         return self.states.usable(slot, length, self.lengths[slot])
@@ -241,7 +237,7 @@ class SlotCache(ABC):
         self.prompt_lengths[slot] = min(length, self.prompt_lengths[slot])
 
     def _expected_layer(self) -> int:
-        """Return the layer whose attention is called next."""
+        """Return the number of the layer whose attention is expected, and expect none any more."""
         layer, self._awaited = self._awaited, None
         if layer is None:
             raise NotInSlotsError("attention was requested without new keys")

@@ -33,8 +33,9 @@ class Checkpoint(NamedTuple):
 
 
 def cut_lengths(first: int, end: int, newest: int, every: int = 0) -> list[int]:
-    """Return the lengths at which a prefill chunk of the tokens `first` to `end` is cut, ascending.
+    """Return the lengths at which a prefill chunk of tokens `first` to `end` leaves checkpoints.
 
+    They are ascending; the chunk must be cut there.
     `newest` is the length of the last checkpoint before the chunk. The lengths include all
     multiples of `every` in the chunk, if `every` is not 0.
     """
@@ -51,7 +52,10 @@ def cut_lengths(first: int, end: int, newest: int, every: int = 0) -> list[int]:
 
 
 def most_checkpoints(num_tokens: int, part_tokens: int) -> int:
-    """Return how many checkpoints a prompt of `num_tokens` leaves, if memory holds them all."""
+    """Return how many checkpoints a prompt leaves if memory holds them all.
+
+    The prompt has `num_tokens` tokens, in prefill chunks of `part_tokens`.
+    """
     count = newest = 0
     for first in range(0, num_tokens, part_tokens):
         lengths = cut_lengths(first, min(first + part_tokens, num_tokens), newest)
@@ -90,7 +94,7 @@ class KeptCheckpoints:
         return kept[-1] if kept else None
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Replace a slot's checkpoints by those of `source` with at most `length` tokens.
+        """Replace the checkpoints of slot `target` by those of slot `source` up to `length` tokens.
 
         `source` and `target` may be the same slot.
         """
@@ -108,7 +112,7 @@ class KeptCheckpoints:
             self._drop_one()
 
     def _drop_one(self) -> None:
-        """Drop the checkpoint without which the fewest tokens are expected to be recomputed.
+        """Drop the checkpoint whose loss is expected to cost the fewest recomputed tokens.
 
         An edit at a distance d from the end has a weight of 1 / d. A slot's last checkpoint is
         dropped only when every slot has at most one; then the oldest is dropped first.

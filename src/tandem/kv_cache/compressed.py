@@ -27,7 +27,7 @@ class CompressedStore:
         return sum(keys.num_bytes for keys in self._layers.values())
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the bytes of `num_tokens` tokens in one slot, in all layers."""
+        """Return the bytes that all layers' keys of `num_tokens` tokens take in one slot."""
         return sum(keys.bytes_of(num_tokens) for keys in self._layers.values())
 
     def read_bytes(self, length: int, index_keys: IndexStore) -> int:
@@ -37,7 +37,7 @@ class CompressedStore:
 
     @property
     def ratios(self) -> set[int]:
-        """The numbers of tokens per key, of all layers."""
+        """All layers' numbers of tokens per key, without duplicates."""
         return {keys.ratio for keys in self._layers.values()}
 
     def add(self, number: int, keys: CompressedKeys, capacity: int) -> None:
@@ -62,9 +62,9 @@ class CompressedStore:
             keys.invent(length)
 
     def memory(self, slot: int, first: int, num_tokens: int) -> Iterator[Tensor]:
-        """Yield the memory (keys, bytes) uint8 of the keys of some tokens.
+        """Yield each layer's memory for the keys of a slot's tokens from `first` on.
 
-        The tokens must fill whole windows.
+        It is (keys, bytes) uint8. The tokens must fill whole windows.
         """
         for _, keys in sorted(self._layers.items()):
             yield keys.of_tokens(slot, first, num_tokens)

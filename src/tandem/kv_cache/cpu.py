@@ -70,7 +70,7 @@ class KvCache(SlotCache):
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes that a step of all slots reads: of all held tokens in each layer's window."""
+        """Bytes of keys, values and index keys that one decode step of all slots reads."""
         return sum(
             layer.bytes_of(layer.form.most_seen(length))
             for layer in self._layers.values()
@@ -78,14 +78,15 @@ class KvCache(SlotCache):
         ) + sum(map(self._read_bytes, self.lengths))
 
     def _read_bytes(self, length: int) -> int:
-        """Return the bytes besides keys and values that a token reads in a slot of `length`."""
+        """Return the bytes of index keys and compressed keys that a token reads in a slot."""
         compressed = self.compressed.read_bytes(length, self.index_keys)
         return self.index_keys.read_bytes(length) + compressed
 
     def can_move(self, num_tokens: int) -> bool:
-        """Tell whether `num_tokens` tokens fill whole blocks in every layer used so far.
+        """Tell whether segments of `num_tokens` tokens fill whole blocks in every layer.
 
-        States are not considered, because they do not belong to single tokens.
+        Only layers used so far count; False if there are none. States are not considered, because
+        they do not belong to single tokens.
         """
         blocks = self.index_keys.blocks | self.compressed.ratios
         return bool(self._layers) and all(num_tokens % n == 0 for n in blocks)
@@ -116,8 +117,8 @@ class KvCache(SlotCache):
         """Announce the next tokens of some slots; `counts` has their number by slot.
 
         Fills `slots` and `positions` (n_tokens,) int64 with each token's slot and position. A
-        recorded step refers to these tensors, so the caller must keep one pair per n. All but the
-        first token of a slot may be taken back by `truncate`.
+        recorded step refers to these tensors, so the caller must keep one pair for each n_tokens.
+        All but the first token of a slot may be taken back by `truncate`.
         """
         segments = [Segment(slot, self.lengths[slot], n) for slot, n in counts.items()]
         self._announce(segments, is_decoding=True)
@@ -151,8 +152,8 @@ class KvCache(SlotCache):
     def reachable(self, slot: int, length: int) -> int:
         """Return how many of its first `length` tokens a slot can continue from.
 
-        0 if layers with a window no longer have what the next token sees. With states, these may be
-        only the tokens of the longest checkpoint.
+        0 if layers with a window no longer have what the next token sees. With states, the result
+        may be only the length of the longest checkpoint.
         """
         length = super().reachable(slot, length)
         return length if self._rings.reaches(slot, length) else 0
@@ -252,7 +253,7 @@ class KvCache(SlotCache):
         return out
 
     def _layer_for(self, call: AttentionCall) -> CachedAttention:
-        """Return the expected layer."""
+        """Return the expected layer, which is created on first use for keys like the call's."""
         number, key = self._expected_layer(), call.key
         if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
             raise NotInSlotsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
@@ -303,7 +304,7 @@ class KvCache(SlotCache):
         self.compressed.reserve(self._capacity, max(self.lengths))
 
     def _require_memory(self, layers: list[CachedAttention]) -> None:
-        """Raise `CapacityError` unless memory has room for `layers` of the present capacity.
+        """Raise `CapacityError` unless memory has room for `layers` of `_capacity` tokens per slot.
 
         Layers grow one after another, so only one layer at a time exists twice.
         """
@@ -315,17 +316,21 @@ class KvCache(SlotCache):
         self._require_bytes(needed * len(self.lengths), held)
 
     def _expect_kind(self, attention: CachedAttention, capacity: int) -> None:
-        """Raise `CapacityError` unless memory has room for all layers of this layer's kind.
+        """Raise `CapacityError` unless memory has room for all layers with this layer's window.
 
-        The other layers of the kind are at most as large as this layer.
+        Assumes that `attention` is the largest of them. Layers that exist already have their
+        memory.
         """
-        sliding = self.num_sliding_layers or self.num_layers
-        count = sliding if attention.form.kept_window else self.num_layers - self.num_sliding_layers
+        windows, window = list(self.windows_by_layer.values()), attention.form.kept_window
+        count = windows.count(window) if window else self.num_layers - len(windows)
         self._expected_bytes += max(1, count) * attention.bytes_of(capacity) * len(self.lengths)
-        self._require_bytes(self._expected_bytes)
+        self._require_bytes(self._expected_bytes, sum(x.num_bytes for x in self._layers.values()))
 
     def _require_bytes(self, needed: int, held: int = 0) -> None:
-        """Raise `CapacityError` unless `needed` bytes fit, of which `held` exist already."""
+        """Raise `CapacityError` unless `needed` bytes fit; `held` of them are allocated already.
+
+        Frees expanded keys if that makes room.
+        """
         if needed - held > host_memory.available_bytes():
             self._expanded.clear()  # it can be computed again
         if needed - held > host_memory.available_bytes():
@@ -358,7 +363,7 @@ def _room(form: AttentionForm, capacity: int) -> int:
 
 
 def _pretend(layer: CachedAttention, threads: CpuThreads, slot: int, tokens: range) -> None:
-    """Fill a slot of a layer with made-up tokens, for which there is room."""
+    """Fill positions `tokens` of a layer's slot with made-up keys; the slot must have room."""
     count = min(len(tokens), _INVENTED_AT_ONCE)
     key, value = (
         torch.randn(layer.form.num_kv_heads, count, dim, device="cpu") * 0.1

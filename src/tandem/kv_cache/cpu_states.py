@@ -25,7 +25,7 @@ class CpuStates(KeptStates[LayerState]):
         return layer.states, layer.kept, layer.log
 
     def layer(self, key: StateKey, operation: Callable[[], StateOperation]) -> LayerState:
-        """Return the operation of a state, with memory for all slots, created on first use."""
+        """Return a state's operation and its memory for all slots, created on first use."""
         if key not in self._layers:
             self._layers[key] = new_layer_state(self._num_slots, operation())
             self._kept.append(self._layers[key].kept.numpy())
@@ -34,7 +34,7 @@ class CpuStates(KeptStates[LayerState]):
     def advance(
         self, threads: CpuThreads, layer: LayerState, tokens: StateTokens, inputs: Sequence[Tensor]
     ) -> Tensor:
-        """Run a layer's operation for the announced tokens."""
+        """Run a layer's operation for the announced tokens; return its outputs."""
         if not self._cuts:
             return layer(threads, tokens, inputs)
 
@@ -45,7 +45,10 @@ class CpuStates(KeptStates[LayerState]):
         return self._with_cuts(layer, len(tokens.slots), compute)
 
     def can_take_back(self, slot: int, num_tokens: int) -> bool:
-        """Whether a slot's last `num_tokens` tokens were drafted in its last step."""
+        """Tell whether a slot's last `num_tokens` tokens were drafted in its last step.
+
+        False while the slot's states are lost.
+        """
         return super().can_take_back(slot, num_tokens) and slot not in self._lost
 
     def _keep_drafted(self, slot: int, num_tokens: int) -> None:
@@ -68,14 +71,14 @@ class CpuStates(KeptStates[LayerState]):
         self._every = num_tokens
 
     def lose(self, slot: int, length: int) -> None:
-        """Set a slot to `length` without states, which must be put in before the next step."""
+        """Cut a slot to `length` without states; `put_in` must set them before the next step."""
         self._checkpoints.copy(slot, slot, length)
         self._keep_drafted(slot, 0)
         self._lost.add(slot)
 
     @torch.inference_mode()
     def take_out(self, slot: int, length: int) -> memoryview | None:
-        """Return a copy of a slot's states at `length`; None: there is no checkpoint."""
+        """Return a copy of a slot's checkpoint at exactly `length`; None: there is none."""
         kept = self._checkpoints.longest(slot, length)
         if kept is None or kept.length != length:
             return None

@@ -1,9 +1,9 @@
 """Index keys: what layers with an indexer keep of each token besides keys and values.
 
 An indexer (such as DeepSeek-V3.2's) scores every position of a token's slot, and attention sees
-only the best positions. While a slot holds no more positions than that limit, attention sees all of
-them, and nothing is scored. Some indexers score whole blocks of positions: by a key pooled from the
-block's tokens, or for each KV head by the best key in the block.
+only a fixed number of best positions. While a slot holds no more positions than this limit,
+attention sees all of them, and nothing is scored. Some indexers score whole blocks of positions: by
+a key pooled from the block's tokens, or for each KV head by the best key in the block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class Selection(NamedTuple):
-    """Which positions are selected: those with the greatest scores.
+    """How positions are selected: those with the greatest scores.
 
     A score is the sum over heads of weight * relu(scale * query . key), except with `by_head`.
     """
@@ -72,12 +72,12 @@ class Selection(NamedTuple):
 
     @property
     def scored_block(self) -> int:
-        """How many tokens share a score, before blocks are joined."""
+        """Tokens per scored key; with `by_head`, a block's score is the best of its tokens'."""
         return 1 if self.by_head else self.block
 
     @property
     def key_block(self) -> int:
-        """How many tokens share a key, if keys are not pooled."""
+        """Tokens per stored key, apart from pooled keys."""
         return self.block if self.are_keys else 1
 
 
@@ -86,12 +86,12 @@ Pool = Callable[[Tensor], Tensor]
 
 
 class NewIndexKeys(NamedTuple):
-    """The layer in which a step's index keys are stored, and how they select positions."""
+    """The layer that a step's index keys belong to, and how they select positions."""
 
     layer: int
     selection: Selection
     pool: Pool | None = None
-    """Pools the keys of each block; None: blocks are single positions."""
+    """Pools the tokens' keys of each block; None: keys are scored as they are stored."""
 
 
 class KeptIndexKeys:
@@ -128,7 +128,7 @@ class KeptIndexKeys:
             keys[:, : -(-length // block)].normal_()
 
     def _kept(self, layer: int, block: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a layer's keys, which are created on first use."""
+        """Return a layer's keys for all slots, which are allocated on first use."""
         if (layer, block) not in self._layers:
             with torch.inference_mode(False):
                 self._layers[layer, block] = self._room(block, dim, dtype)
@@ -149,25 +149,29 @@ class IndexStore(KeptIndexKeys):
         self._most = 0
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the bytes of `num_tokens` tokens in one slot, in all layers."""
+        """Return the bytes that all layers' keys of `num_tokens` tokens take in one slot."""
         kept = self._layers.items()
         return sum(keys[0, :1].nbytes * -(-num_tokens // block) for (_, block), keys in kept)
 
     @property
     def blocks(self) -> set[int]:
-        """The numbers of tokens per key, of all layers."""
+        """All layers' numbers of tokens per key, without duplicates."""
         return {block for _, block in self._layers}
 
     def memory(self, slot: int, first: int, num_tokens: int) -> Iterator[Tensor]:
-        """Yield the memory of some tokens' keys: (blocks, bytes) uint8.
+        """Yield each layer's memory for the keys of a slot's tokens from `first` on.
 
+        It is (blocks, bytes) uint8.
         The tokens must fill whole blocks.
         """
         for (_, block), keys in sorted(self._layers.items()):
             yield keys[slot, first // block : (first + num_tokens) // block].view(torch.uint8)
 
     def read_tokens(self, layer: int, length: int) -> int:
-        """Return how many tokens' keys a layer reads in a slot of `length`: all or the selected."""
+        """Return how many tokens a layer's attention reads in a slot of `length` tokens.
+
+        With an indexer, these are at most as many as it selects; otherwise all.
+        """
         is_indexed = any(layer == number for number, _ in self._layers)
         return min(length, self._most) if is_indexed else length
 
@@ -182,7 +186,7 @@ class IndexStore(KeptIndexKeys):
             self.native(number, block)
 
     def native(self, layer: int, block: int = 1) -> _native.IndexLayer:
-        """Return a layer in the form of native steps; it stays valid when the layer grows."""
+        """Return a layer's keys as native steps read them; the object stays valid as they grow."""
         native = self._native.setdefault((layer, block), _native.IndexLayer())
         native.set_keys(self._layers[layer, block], block)
         return native
@@ -197,7 +201,7 @@ class IndexStore(KeptIndexKeys):
     ) -> Tensor:
         """Store keys (n_tokens, any) of a layer, and the pooled keys of blocks that are now whole.
 
-        Returns all slots' keys by which blocks are scored.
+        Returns the keys that `select` scores, of all slots: the pooled keys if there is a `pool`.
         """
         block = new.selection.key_block
         tokens = self._kept(new.layer, block, keys.shape[1], _dtype_of(keys))
@@ -298,7 +302,7 @@ def scores_by_head(keys: Tensor, selection: Selection, query: Tensor, own: Tenso
 
 
 def greatest_by_head(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
-    """Tell which blocks each head selects by scores (n_tokens, heads, n_blocks)."""
+    """Return a mask of the blocks that each head selects, by scores (n_tokens, heads, n_blocks)."""
     counts = (own // selection.block + 1).repeat_interleave(scores.shape[1])
     most = min(selection.most_blocks, scores.shape[2])
     return greatest(scores.flatten(0, 1), counts, most).view_as(scores)
@@ -327,7 +331,7 @@ def _positions(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
 
 
 def greatest(scores: Tensor, counts: Tensor, most: int) -> Tensor:
-    """Tell which are the `most` greatest of the first `counts` (n,) of scores (n, blocks).
+    """Return a mask of the `most` greatest among the first `counts` (n,) of scores (n, blocks).
 
     Among equal scores the first are chosen: `topk`'s choice would depend on masked scores, and so
     on how prompts are cut into steps. NaN counts as the greatest score, so that attention reads its

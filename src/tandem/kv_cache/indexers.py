@@ -66,8 +66,8 @@ def masks_by_layer_type(
 ) -> dict[str, SeesAllBefore | SeesOwnChunk | None]:
     """Return the masks that must be passed to a model's forward, by layer type; often none.
 
-    Masks are for models with indexers, which add them to scores, and for models with chunks.
-    `layers` are the layers of the model's cache.
+    A mask is needed where an indexer's code adds it to scores, and in models with chunked
+    attention. `layers` are the layers of the model's cache.
     """
     config = model.config.get_text_config(decoder=True)
     kinds = value_of(config, "layer_types") or []
@@ -147,7 +147,7 @@ class IndexScores:
         return self
 
     def masked_fill(self, mask: object, value: float) -> "IndexScores":
-        """Hide positions that tokens do not see."""
+        """Record that the scores of positions that tokens do not see are masked."""
         if not isinstance(mask, SeesAllBefore) or value > -1e30:
             raise UnknownIndexerError("an indexer has a mask of its own")
         return replace(self, is_masked=True)

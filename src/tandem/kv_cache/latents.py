@@ -80,7 +80,7 @@ class ExpandedKeys:
         self._shared = None
 
     def note_written(self, slot: int, position: int) -> None:
-        """Record that a slot is written from a position on."""
+        """Record that a slot's latents change from a position on, and must be expanded again."""
         if slot in self._expanded:
             self._written[slot] = min(position, self._written.get(slot, position))
 
@@ -113,7 +113,7 @@ class ExpandedKeys:
     def _filled(
         self, threads: CpuThreads, kept: CachedAttention, new: Segment, first: int, by: Expansion
     ) -> CachedAttention:
-        """Return a layer of one slot that holds tokens `first` to the last new token, expanded."""
+        """Return expanded keys and values, in one slot, from `first` to the last new position."""
         slot, length = new.slot, new.first_position + new.num_tokens - first
         self._forget_written(slot)
         layer, filled = self._room(kept, slot, length, by)
@@ -137,7 +137,7 @@ class ExpandedKeys:
     def _room(
         self, kept: CachedAttention, slot: int, length: int, by: Expansion
     ) -> tuple[CachedAttention, int]:
-        """Return memory for a layer's expanded positions, and how many of them it already holds."""
+        """Return memory for `length` expanded positions, and how many of them are valid already."""
         layers = self._expanded.setdefault(slot, {})
         self._expanded.move_to_end(slot)
         layer, filled = layers.get(kept) or (CachedAttention(by.form, by.dtype), 0)
@@ -181,7 +181,7 @@ def _first_seen(form: AttentionForm, new: Segment) -> int:
 
 
 def kept_keys(layer: CachedAttention, slot: int, first: int, count: int) -> Tensor:
-    """Return a layer's stored keys of a slot's tokens, (count, key dim), one KV head.
+    """Return a layer's stored keys of `count` tokens, (count, key dim); it must have one KV head.
 
     `first` must be the first position of a block. Keys are fp32 or bf16, as stored; int8 keys are
     returned in fp32.

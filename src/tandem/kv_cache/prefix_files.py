@@ -43,7 +43,7 @@ class PrefixFiles:
     """The segments of one model with its present options, in a directory with a size limit."""
 
     def __init__(self, directory: Path, limit_bytes: int, fingerprint: bytes) -> None:
-        """Find the files of earlier processes.
+        """Create the directory if needed, find earlier processes' files, and start the writer.
 
         `fingerprint` identifies the model, its options and the version of Tandem. Files with other
         fingerprints count towards the limit too.

@@ -153,7 +153,7 @@ class _KeysAndStateLayer(_StateLayer, _Layer):
 
 
 def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache:
-    """Return the cache object for a forward, and set the properties of the layers in `cache`.
+    """Return the cache object for a forward; set the windows and numbers of layers in `cache`.
 
     The object has the class that the model's code expects. Raises `NotInSlotsError` for unsupported
     kinds of layers.
@@ -173,13 +173,12 @@ def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache
         if keeps_prompt(layer)
     }
     cache.has_compressed = any(map(compresses_windows, shell.layers))
-    cache.num_sliding_layers = len(cache.windows_by_layer)
     full = sum(
         kind in _FULL or selects_by_head(layer)
         for kind, layer in zip(kinds, shell.layers, strict=True)
     )
     full += len(cache.prompt_windows) + len(chunked)
-    cache.num_layers = max(1, full + cache.num_sliding_layers)
+    cache.num_layers = max(1, full + len(cache.windows_by_layer))
     if not kinds:
         raise NotInSlotsError("the model keeps no keys and values")
     shell.layers = [_stand_in(cache, number, layer) for number, layer in enumerate(shell.layers)]

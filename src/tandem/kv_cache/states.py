@@ -52,7 +52,7 @@ class StateHandle(NamedTuple):
 
 
 class HasStates(Protocol):
-    """An operation of a layer with its states."""
+    """A layer's operation together with the states that it advances."""
 
     @property
     def states(self) -> Tensor:
@@ -102,7 +102,7 @@ class KeptStates(ABC, Generic[_Layer]):
         return sum(layer.states[0].nbytes for layer in self._layers.values())
 
     def _of(self, layer: _Layer) -> tuple[Tensor, ...]:
-        """Return everything that a layer keeps, each (slots, ...)."""
+        """Return all tensors that a layer keeps, each (slots, ...)."""
         return (layer.states,)
 
     def begin(self, segments: Iterable[Segment]) -> None:
@@ -127,7 +127,7 @@ class KeptStates(ABC, Generic[_Layer]):
     def _with_cuts(
         self, layer: _Layer, num_tokens: int, compute: Callable[[slice], Tensor]
     ) -> Tensor:
-        """Compute a layer's announced tokens, and copy its states at the cuts."""
+        """Return a layer's outputs for the announced tokens; save its states at the cuts."""
         outputs, first = [], 0
         for cut in self._cuts:
             outputs.append(compute(slice(first, cut.token)))
@@ -138,7 +138,7 @@ class KeptStates(ABC, Generic[_Layer]):
         return torch.cat(outputs)
 
     def commit(self) -> None:
-        """Keep the checkpoints of the completed forward."""
+        """Keep the checkpoints and note the drafted tokens of the completed forward."""
         for cut in self._cuts:
             if cut.states and len(cut.states) == len(self._layers):
                 self._checkpoints.add(cut.slot, cut.length, cut.states)
@@ -150,7 +150,7 @@ class KeptStates(ABC, Generic[_Layer]):
         self._announced = []
 
     def _keep_drafted(self, slot: int, num_tokens: int) -> None:
-        """Keep `num_tokens` drafted tokens, over which the slot's next call advances its states."""
+        """Record how many drafted tokens a slot keeps; its next step advances states over them."""
         self._drafted[slot] = num_tokens
 
     def save(self, slots: Iterable[int]) -> Callable[[], None]:
@@ -174,7 +174,7 @@ class KeptStates(ABC, Generic[_Layer]):
     # ---- going back ------------------------------------------------------------------------------
 
     def can_take_back(self, slot: int, num_tokens: int) -> bool:
-        """Whether a slot's last `num_tokens` tokens were drafted in its last step."""
+        """Tell whether a slot's last `num_tokens` tokens were drafted in its last step."""
         return num_tokens <= self._drafted[slot]
 
     def usable(self, slot: int, length: int, held: int) -> int:
@@ -188,7 +188,10 @@ class KeptStates(ABC, Generic[_Layer]):
         return longest.length if longest else 0
 
     def go_back(self, source: int, target: int, length: int, num_less: int) -> None:
-        """Set `target` to the states of `source` `num_less` tokens ago; `length` must be usable."""
+        """Set slot `target` to the states that slot `source` had after its first `length` tokens.
+
+        `length` must be `usable`; `source` has `num_less` tokens more.
+        """
         if not self.can_take_back(source, num_less):
             self._restore(source, target, length)
             return
@@ -199,7 +202,7 @@ class KeptStates(ABC, Generic[_Layer]):
 
     @torch.inference_mode()
     def _restore(self, source: int, target: int, length: int) -> None:
-        """Restore in `target` the checkpoint of `source` at a length; copy earlier checkpoints.
+        """Set slot `target` to slot `source`'s checkpoint at `length`; copy checkpoints up to it.
 
         There is no checkpoint at length 0, because operations begin there with zeros.
         """
@@ -222,14 +225,14 @@ class KeptStates(ABC, Generic[_Layer]):
         self._checkpoints.copy(source, target, self._checkpoints.newest(source))
 
     def _most(self) -> int:
-        """Return how many checkpoints of one forward the budget allows, without older ones."""
+        """Return how many checkpoints of one forward fit the budget if no others are kept."""
         return max(1, self._budget // self.step_bytes) if self._layers else 1 << 62
 
 
 def _on_host(state: Tensor) -> Tensor:
-    """Return a copy in host memory, which a GPU writes asynchronously.
+    """Return a copy in host memory, to which a GPU writes asynchronously.
 
-    The GPU also reads it in stream order, so that nothing waits.
+    Nothing waits for it: the GPU later reads the copy in stream order.
     """
     host = torch.empty(state.shape, dtype=state.dtype, device="cpu", pin_memory=state.is_cuda)
     return host.copy_(state, non_blocking=True)

@@ -24,7 +24,7 @@ class Rings:
         self._windows.add(window)
 
     def note_written(self, slot: int, end: int) -> None:
-        """Record that a step writes a slot's positions up to `end`, even if they are taken back."""
+        """Record that a step writes a slot up to position `end`, even if it takes tokens back."""
         self._ends[slot] = max(self._ends[slot], end)
 
     def begin_anew(self, slot: int, length: int = 0) -> None:
@@ -51,8 +51,8 @@ def pieces_of_step(
 ) -> Iterator[tuple[Sequence[Segment], slice]]:
     """Split a step for a layer with a window; yield each part and its range in the step's tokens.
 
-    A ring must have room for a part and for all that the part's tokens see. Without a window (0)
-    the step is one part.
+    Parts are so short that a ring has room for a part and for all that its tokens see. Without a
+    window (0) the step is one part.
     """
     most = ring_size(window) - window - BLOCK_TOKENS
     if not window or all(segment.num_tokens <= most for segment in segments):

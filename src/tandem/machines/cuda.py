@@ -233,7 +233,7 @@ def require_on_one_gpu(model: PreTrainedModel) -> int:
 
 
 def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, int]:
-    """Limit GPU memory to Tandem's share; return the share, and its bytes not for experts."""
+    """Limit GPU memory to Tandem's share; return it, and the bytes of it not for experts."""
     model, store = observed.model, observed.store
     observed.bind(NoExperts(store))
     tokens = cpu_executor.MAX_TOKENS_AT_ONCE
@@ -252,16 +252,14 @@ def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, 
 
 
 def _with_taken(share: MemoryShare, memory: DeviceMemory, taken: int) -> MemoryShare:
-    """Return Tandem's share when `taken` bytes are in use; an auto share is added to these."""
+    """Return `share`; if it is automatic, return the budget plus the `taken` bytes in use."""
     if share.num_bytes is None and share.fraction is None:
         return MemoryShare(num_bytes=taken + budget_bytes(share, memory))
     return share
 
 
 def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int:
-    """Return the bytes that a layer's experts need for `num_tokens` tokens besides their
-    weights.
-    """
+    """Return the bytes besides weights that a layer's experts need for `num_tokens` tokens."""
     inner = max(layer.arrivals.shapes["down_proj"][1:] for layer in store)
     num_routed, itemsize = num_tokens * call.top_k, call.dtype.itemsize
     rows = num_routed * (4 * call.hidden_size + itemsize * max(inner))
@@ -269,7 +267,10 @@ def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int
 
 
 def kv_bytes(model: PreTrainedModel, num_tokens: int) -> int:
-    """Return one sequence's bytes in a slot of decode steps, or in the model's own KV cache."""
+    """Return the bytes that a KV cache takes for one sequence of `num_tokens` tokens.
+
+    Without sequence slots for the model, they are measured in the model's own KV cache.
+    """
     from tandem.decode.cuda.slots import slot_bytes
 
     in_slots = slot_bytes(model, warm_up_ids(model, 1).tolist(), num_tokens)

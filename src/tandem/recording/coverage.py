@@ -30,7 +30,7 @@ class NotNative:
 
 
 class Coverage(NamedTuple):
-    """One decode step, profiled."""
+    """The profile of one decode step."""
 
     num_calls: int
     """The number of calls of a step: native programs, and operations that are not native."""
@@ -48,7 +48,7 @@ class Coverage(NamedTuple):
 
 
 class PromptCoverage(NamedTuple):
-    """One prompt, whose torch operations were counted."""
+    """The torch operations of one prompt, counted and timed."""
 
     num_tokens: int
     milliseconds: float
@@ -99,7 +99,7 @@ def coverage_of(recorded: RecordedGraph) -> Coverage:
 
 
 def coverage_of_prompt(run: Callable[[], object], num_tokens: int) -> PromptCoverage:
-    """Run a prompt twice: timed, then with its torch operations counted."""
+    """Return a prompt's coverage; `run` is called twice: timed, then with operations counted."""
     begin = time.perf_counter()
     run()
     taken = time.perf_counter() - begin
@@ -114,7 +114,7 @@ def _by_cost(calls: Counter[str], seconds: Counter[str]) -> list[NotNative]:
 
 
 class TorchWork(TorchDispatchMode):
-    """Counts torch operations inside its context, except views and allocations."""
+    """Counts and times the torch operations inside its context, except views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -143,7 +143,7 @@ class TorchWork(TorchDispatchMode):
 
 
 def _is_view(results: object, args: tuple[object, ...]) -> bool:
-    """Tell whether an operation's results share the memory of its first argument."""
+    """Tell whether all results of an operation share the memory of its first argument."""
     parts = results if isinstance(results, list | tuple) else [results]
     met = {memory_of(x) if isinstance(x, Tensor) else None for x in (*args[:1], *parts)}
     return bool(args) and len(met) == 1 and None not in met

@@ -24,7 +24,7 @@ Report = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class NativeCall:
-    """Adds a native operation to a program; an `Operation` has it in place of a function."""
+    """Adds a native operation to a program; stands in an `Operation` in place of a function."""
 
     add: Callable[[_native.Program, list[Tensor], list[Tensor]], Report | None]
     """Adds the operation with its inputs and outputs; may return a report, a function to call after
@@ -96,7 +96,7 @@ class BufferPlan:
                 self.tensors[ref.number] = self._memory.take(tensors[ref.number], group)
 
     def _is_view(self, operation: Operation) -> bool:
-        """Create an operation's results now if they are views of buffers; else return False."""
+        """Tell whether an operation's results are views of fixed tensors; create them if so."""
         if operation.has_effects or any(r.number not in self.tensors for r in operation.inputs):
             return False
 
@@ -122,7 +122,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class _Groups:
-    """Groups of tensors that may share memory, by the operations' schemas or in the recording."""
+    """Groups of tensors that share memory in the recording, or may by their operations' schemas."""
 
     def __init__(self, operations: Iterable[Operation], tensors: Sequence[Tensor]) -> None:
         self._parent: dict[int, int] = {}
@@ -142,7 +142,7 @@ class _Groups:
     def last_uses(self, operations: Sequence[Operation]) -> dict[int, int]:
         """Return, for each group, the index of the last operation that reads or writes the group.
 
-        Groups that a report reads last until the end.
+        For a group that a report reads it is the number of operations: it is in use until the end.
         """
         last = {
             self.of(ref.number): index
@@ -165,7 +165,7 @@ class _Memory:
         self.num_bytes = 0
 
     def take(self, like: Tensor, group: int) -> Tensor:
-        """Return a contiguous tensor with the shape and dtype of `like`, for tensors of a group."""
+        """Return a contiguous tensor with the shape and dtype of `like` in a buffer of `group`."""
         num_bytes = max(1, -(-like.nbytes // _GRANULE_BYTES)) * _GRANULE_BYTES
         free = self._free.setdefault(num_bytes, [])
         if not free:

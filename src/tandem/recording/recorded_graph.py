@@ -107,7 +107,7 @@ class RecordedGraph:
 
     @torch.inference_mode()
     def profile(self, num_runs: int) -> list[tuple[Operation, float]]:
-        """Run the step several times, operation by operation; return each with its mean seconds.
+        """Run the step several times; return each operation that runs, with its mean seconds.
 
         A profiled run is slower than `run`, because native operations are not joined to programs.
         """
@@ -140,7 +140,7 @@ def record_step(
 
 
 def _live(operations: list[Operation], result: Ref) -> list[Operation]:
-    """Drop operations without effects on which neither `result` nor an effect depends."""
+    """Return the operations that have effects, or on which `result` or an effect depends."""
     needed = {result}
     kept = []
     for operation in reversed(operations):
@@ -153,7 +153,11 @@ def _live(operations: list[Operation], result: Ref) -> list[Operation]:
 def _fold(
     operations: list[Operation], recording: Recording, varying: set[int]
 ) -> tuple[list[Operation], dict[int, Tensor]]:
-    """Drop operations with constant results; return all others, and constants by tensor number."""
+    """Return the operations that each run must repeat, and the constants that they read.
+
+    `varying` are the numbers of changing inputs and of operations' results. Constants are by tensor
+    number; memory that an operation writes is never constant.
+    """
     written = {
         memory_of(recording.tensors[ref.number])
         for op in operations
@@ -183,7 +187,10 @@ def _fold(
 def _compile(
     operations: list[Operation], plan: BufferPlan, result: Ref, seconds: list[float] | None = None
 ) -> Callable[[], Tensor]:
-    """Compile operations to a function; with `seconds`, it adds each operation's time to them."""
+    """Return a function that runs the operations and returns the tensor `result`.
+
+    With `seconds`, the function adds the time of each operation to the entry of the same index.
+    """
     namespace: dict[str, object] = {f"v{n}": tensor for n, tensor in plan.tensors.items()}
     namespace |= {"now": time.perf_counter, "seconds": seconds}
     last_use = {ref.number: i for i, op in enumerate(operations) for ref in op.inputs}

@@ -112,7 +112,7 @@ def _longest_replacement(charsmap: str) -> int:
 
 
 def _require_template(file: Path, step: JsonObject) -> None:
-    """Refuse a template that inserts more than two texts, or very many tokens."""
+    """Raise `ModelError` for a template that inserts more than two texts, or very many tokens."""
     tokens = step.get("special_tokens")
     lengths = {
         name: len(ids)

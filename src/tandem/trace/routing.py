@@ -35,7 +35,7 @@ class TraceMeta:
 
     @property
     def geometry(self) -> Geometry:
-        """The numbers on which decisions depend."""
+        """The numbers of layers, experts and experts per token, on which planning depends."""
         return Geometry(self.n_moe_layers, self.n_experts, self.top_k)
 
 
@@ -77,8 +77,9 @@ class RoutingTrace:
         )
 
     def check(self, where: str) -> None:
-        """Raise `FileFormatError` naming `where`, the index, what was found and what was
-        expected.
+        """Raise `FileFormatError` if the trace is not valid.
+
+        The message names `where`, the index, what was found and what was expected.
         """
         meta = self.meta
         shape = (self.num_tokens, meta.n_moe_layers, meta.top_k)

@@ -17,8 +17,9 @@ _COUNTS = ("n_moe_layers", "n_experts", "top_k")
 
 
 def read_trace(path: str | Path) -> RoutingTrace:
-    """Read and validate a trace; `FileFormatError` names file, field, what was found and
-    expected.
+    """Read and validate a trace.
+
+    Raises `FileFormatError`, which names the file, the field, what was found and what was expected.
     """
     where = str(path)
     arrays = _read_arrays(Path(path), where)

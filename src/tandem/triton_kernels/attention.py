@@ -42,7 +42,7 @@ def _store_line(
     width: constexpr,
     kind: constexpr,
 ) -> None:
-    """Write `dim` values to a line; int8 is scaled by the largest value, rounded as on the CPU."""
+    """Write `dim` values to a line, in int8 over the largest magnitude, rounded as on the CPU."""
     place = tl.arange(0, width)
     values = tl.load(source + place, mask=place < dim, other=0.0).to(tl.float32)
     pointer = _pointer(address, kind) + line * dim + place
@@ -90,7 +90,7 @@ def store_token(
 
 @triton.jit
 def _queries(lines: tensor, is_line: tensor, key_dim: constexpr, block_dim: constexpr) -> tensor:
-    """Return the queries at some pointers, split along their dimensions: (lines, block_dim)."""
+    """Return the queries at some pointers, as a tuple of pieces (lines, block_dim)."""
     found = ()
     for piece in tl.static_range((key_dim + block_dim - 1) // block_dim):
         dim = piece * block_dim + tl.arange(0, block_dim)
@@ -125,7 +125,7 @@ def _scores(
 def _line_scales(
     where: tensor, line: tensor, is_seen: tensor, factor: constexpr, kind: constexpr
 ) -> tensor:
-    """Return the factor of each line's numbers: `factor`, in int8 times the line's scale."""
+    """Return each line's factor: `factor`, in int8 times the line's scale; 0 if it is not seen."""
     if kind == "int8":
         pointer = tl.load(where).to(tl.pointer_type(tl.float32)) + line
         scale = tl.load(pointer, mask=is_seen, other=0.0) * factor
@@ -143,11 +143,11 @@ def _bounds(
     num_parts: constexpr,
     block_keys: constexpr,
 ) -> tensor:
-    """Return the begin and the end of this program's part of the positions that a token sees.
+    """Return (begin, end, first, skipped) for this program's part of the positions a token sees.
 
-    Prompt positions before the window are numbered so that the last of them is just before the
-    window. Also returns the window's first position, and the difference between these numbers and
-    the real prompt positions.
+    The part is the numbers from `begin` to before `end`, and `first` is the window's first
+    position. From there on numbers are positions. Prompt positions before the window get numbers
+    that end just before `first`; each is its position plus `skipped`.
     """
     length = (position + 1).to(tl.int32)
     first = tl.maximum(length - window, 0) if window > 0 else 0
@@ -169,9 +169,9 @@ def _bias(
     bias_dim: constexpr,
     extent: constexpr,
 ) -> tensor:
-    """Return the bias of scores at some distances: (heads, distances) fp32.
+    """Return what a distance bias adds to scores: (heads, distances) fp32.
 
-    `states` points to each head's states.
+    `states` are pointers to the heads' states; `profiles` are as in `attend_parts`.
     """
     is_near = distance < extent
     total = tl.full((is_head.shape[0], distance.shape[0]), 0.0, dtype=tl.float32)
@@ -184,10 +184,11 @@ def _bias(
 
 @triton.jit
 def _weights(scores: tensor, is_seen: tensor, largest: tensor, softcap: constexpr) -> tensor:
-    """Return exponentials of scores, the factor for earlier sums, and the largest score so far.
+    """Return exponentials of scores, a factor for earlier results, and the new largest scores.
 
-    `is_seen` is broadcast to the scores. With a softcap, scores become softcap * tanh(score /
-    softcap).
+    Scores are (rows, keys), `largest` has each row's largest score so far; the exponentials are
+    relative to the new one. `is_seen` is broadcast to the scores. With a softcap, scores become
+    softcap * tanh(score / softcap).
     """
     if softcap > 0:
         scores = softcap * (1 - 2 / (tl.exp(scores * (2 / softcap)) + 1))
@@ -277,10 +278,10 @@ def join_parts(
     block_cols: constexpr,
     sink_stride: constexpr,
 ) -> None:
-    """Write out (n_tokens, heads, value_dim). A program is (columns, head, token).
+    """Write the joined parts: out (n_tokens, heads, value_dim).
 
-    `sinks` (heads,), or (n_tokens, heads) with `sink_stride`, take a share of the softmax but have
-    no values.
+    A program is (columns, head, token). `sinks` (heads,), or (n_tokens, heads) with `sink_stride`,
+    take a share of the softmax but have no values.
     """
     head, token = tl.program_id(1), tl.program_id(2).to(tl.int64)
     line, part = token * num_heads + head, tl.arange(0, num_parts)

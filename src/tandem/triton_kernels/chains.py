@@ -29,7 +29,10 @@ _LINEAR_FROM = constexpr(20.0)  # above it softplus is linear, as in torch
 
 
 class Chain(NamedTuple):
-    """A list of steps: step i computes a value from sources, numbers and earlier steps."""
+    """A list of steps; each computes a value from sources, numbers and values of earlier steps.
+
+    Operands are indices into the list of the sources, the numbers and the steps' values.
+    """
 
     kinds: tuple[int, ...]
     first: tuple[int, ...]
@@ -42,13 +45,13 @@ class Chain(NamedTuple):
 
 
 def dtype_code(dtype: torch.dtype) -> int | None:
-    """Return a chain's code for a dtype; None: the dtype is not supported."""
+    """Return the number of a dtype in `Chain.dtypes`; None: the dtype is not supported."""
     return _DTYPES.get(dtype)
 
 
 @triton.jit
 def _of_one(kind: constexpr, a: tensor) -> tensor:
-    """Compute a step that reads one value."""
+    """Compute a step that has one operand, without rounding."""
     if kind == 1:
         a = a / (1.0 + tl.exp(-a))
     elif kind == 2:
@@ -112,7 +115,10 @@ def run_chain(
     numbers: constexpr,
     block: constexpr,
 ) -> None:
-    """Write out (rows, cols) from sources with their strides. A program computes a block."""
+    """Write the last step's values to out (rows, cols). A program computes a block of them.
+
+    The strides of each source are of its rows and columns.
+    """
     at = tl.program_id(0) * block + tl.arange(0, block)
     mask, row, col = at < num_values, (at // num_cols).to(tl.int64), at % num_cols
     values = (_source(a, row, col, mask, strides_a),)

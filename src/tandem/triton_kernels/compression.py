@@ -33,10 +33,10 @@ def _window_key(
     ratio: constexpr, num_series: constexpr, kept: constexpr, dim: constexpr,
     block_tokens: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return some columns of the key of the window that a token ends: values weighted by gates.
+    """Return some columns of the compressed key of the window that `token` ends.
 
-    With two series, the previous window's tokens use the first series, and this window's tokens the
-    second.
+    It is the sum of the window's values, weighted by the softmax of their gates plus bias. With two
+    series, the previous window's tokens use the first series, and this window's tokens the second.
     """
     span: constexpr = num_series * ratio
     width: constexpr = num_series * dim
@@ -69,11 +69,12 @@ def compress_tokens(
     num_series: constexpr, kept: constexpr, dim: constexpr, block_tokens: constexpr,
     block_dim: constexpr,
 ) -> None:  # fmt: skip
-    """Write out (n_tokens, dim), zeros where a token ends no window. A program is (columns, token).
+    """Write compressed keys: out (n_tokens, dim), zeros where a token ends no window.
 
-    `values` and `gates` are (n_tokens, series * dim), `bias` (ratio, series * dim), `rings` (slots,
-    kept, 2, series * dim). `kept` must be so large that a step's tokens do not overwrite entries
-    that another token's window reads.
+    Also stores the tokens in their slots' rings. A program is (columns, token). `values` and
+    `gates` are (n_tokens, series * dim), `bias` (ratio, series * dim), `rings` (slots, kept, 2,
+    series * dim). `kept` must be so large that a step's tokens do not overwrite entries that
+    another token's window reads.
     """
     token = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * block_dim + tl.arange(0, block_dim)

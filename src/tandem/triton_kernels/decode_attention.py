@@ -114,7 +114,10 @@ class DecodeAttention:
     """
 
     def __init__(self, num_processors: int, *, has_small_tiles: bool = False) -> None:
-        """Prepare for a GPU with `num_processors`; small tiles fit in 64 KiB of shared memory."""
+        """Prepare for a GPU with `num_processors` multiprocessors.
+
+        Small tiles fit in 64 KiB of shared memory, other tiles in 99 KiB.
+        """
         self._num_processors, self._has_small_tiles = num_processors, has_small_tiles
 
     def __call__(
@@ -158,10 +161,11 @@ class DecodeAttention:
     ) -> Tensor:
         """Append tokens to their slots' rings and attend; see `triton_kernels.windows`.
 
-        Tensors are those of `store` and `attend`, but keys are also values. `compressed` (1,
-        n_tokens, dim) has a compressed key for each token that ends a window of `ratio` tokens.
-        `chosen` (n_tokens, most) has the numbers of the compressed keys that each token sees beside
-        its window, padded with -1; None: each token sees all compressed keys before it.
+        Returns results as `attend` does. Tensors are those of `store` and `attend`, but keys are
+        also values. `compressed` (1, n_tokens, dim) has a compressed key for each token that ends a
+        window of `ratio` tokens. `chosen` (n_tokens, most) has the numbers of the compressed keys
+        that each token sees beside its window, padded with -1; None: each token sees all compressed
+        keys before it.
         """
         result: Tensor = _append_and_attend_in_windows(
             where, slots, positions, query, key, compressed, chosen, sinks, kind, ring, ratio,
@@ -183,7 +187,7 @@ class DecodeAttention:
         most: int,
         length: int,
     ) -> Tensor:
-        """Store tokens' index keys, and select the best keys before each token.
+        """Store tokens' index keys; return the numbers (n_tokens, most) of each token's best keys.
 
         See `triton_kernels.index_keys`.
         """
@@ -204,7 +208,10 @@ class DecodeAttention:
         most: int,
         first: int,
     ) -> Tensor:
-        """Return which keys each token of a prompt sees; see `triton_kernels.index_keys`."""
+        """Return a mask (n_tokens, keys) of the keys that a prompt's tokens see.
+
+        See `triton_kernels.index_keys`.
+        """
         return select_prompt_keys(keys, positions, query, weights, block, scale, most, first)
 
     def store(
@@ -213,7 +220,7 @@ class DecodeAttention:
         """Append tokens to their slots; key and value are (KV heads, n_tokens, dim).
 
         `where` is as in `triton_kernels.attention`, `slots` and `positions` are (n_tokens,) int64.
-        A `value` with 0 dimensions is part of the key.
+        If `value` has 0 dimensions, only keys are stored, which contain the values.
         """
         num_heads, num_tokens, key_dim = key.shape
         key, value = _dense_lines(key), _dense_lines(value)
@@ -278,7 +285,7 @@ class DecodeAttention:
 
 
 def _sizes(form: AttentionForm, kind: str, *, has_values: bool) -> dict[str, Any]:
-    """Return the constants that a kernel is compiled for: the form, and the kind of storage."""
+    """Return a kernel's compile-time constants for a form, and for the `kind` of stored numbers."""
     return {
         "num_heads": form.num_heads, "num_kv_heads": form.num_kv_heads, "key_dim": form.key_dim,
         "value_dim": form.value_dim, "line_dim": form.value_dim if has_values else form.key_dim,
@@ -288,7 +295,7 @@ def _sizes(form: AttentionForm, kind: str, *, has_values: bool) -> dict[str, Any
 
 
 def _rows_of_prompt(group: int, value_width: int, most: int) -> tuple[int, int]:
-    """Return the number of heads and of tokens in a program's rows, both powers of two.
+    """Return (heads, tokens): how many of each a program's rows combine, both powers of two.
 
     `group` is the number of heads that share a key; there are at most `most` rows.
     """
@@ -298,13 +305,16 @@ def _rows_of_prompt(group: int, value_width: int, most: int) -> tuple[int, int]:
 
 
 def _num_parts(num_processors: int, num_programs: int, most: int = _MOST_PARTS) -> int:
-    """Return how many parts to split keys into: at most `most`, rounded up to a power of two."""
+    """Return how many parts to split keys into, so that there are enough programs.
+
+    The result is rounded up to a power of two; before that it is at most `most`.
+    """
     target = -(-_PROGRAMS_EACH * num_processors // num_programs)
     return 1 << (max(1, min(most, target)) - 1).bit_length()
 
 
 def _new_parts(query: Tensor, num_parts: int, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Allocate the partial results of queries (heads, n_tokens, dim), and their sums."""
+    """Return empty `parts` and `sums` of `attend_parts` for queries (heads, n_tokens, dim)."""
     lines = (query.shape[1], query.shape[0], num_parts)
     parts = query.new_empty((*lines, value_dim), dtype=torch.float32)
     return parts, query.new_empty((*lines, 2), dtype=torch.float32)

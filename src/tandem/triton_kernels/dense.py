@@ -77,7 +77,7 @@ def _packed_linear(
     out_features: int,
     has_bias: bool,
 ) -> Tensor:
-    """Multiply rows (n, in_features) in one torch operation, so that recordings see it."""
+    """Compute `multiply` for rows (n, in_features) as one torch operation, for recordings."""
     out = torch.empty(len(x), out_features, dtype=x.dtype, device=x.device)
     if len(x):
         fmt = find_format(format_name)
@@ -104,7 +104,10 @@ def can_join(rows: int, *weights: DeviceWeight) -> bool:
 
 
 def multiply_together(x: Tensor, weights: Sequence[DeviceWeight]) -> list[Tensor]:
-    """Return x (n, in_features) times each weight, (n, out_features); see `can_join`."""
+    """Return x (n, in_features) times each weight, (n, out_features).
+
+    `can_join` must be true, with at most `MOST_TOGETHER` weights.
+    """
     first, *_ = weights
     fmt = find_format(first.format)
     packed = packed_as(fmt)
@@ -131,7 +134,7 @@ def multiply_together(x: Tensor, weights: Sequence[DeviceWeight]) -> list[Tensor
 def _launch(
     packed: Packed, num_rows: int, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
-    """Return a kernel with its grid and its constants."""
+    """Return the kernel for `num_rows` rows, with its grid and its compile-time constants."""
     padded_outputs, block = ROWS_PER_BLOCK * num_blocks, block_rows(num_rows, num_rows)
     if not block:
         constants = DEFAULT_TILINGS.vector_constants(packed, vector_tokens(num_rows))
@@ -143,6 +146,6 @@ def _launch(
 
 
 def _sections(fmt: WeightFormat, rows: int, cols: int) -> tuple[int, int, int]:
-    """Return the offsets of codes, scales and bias."""
+    """Return the offsets of codes, scales and bias in `DeviceWeight.image`, in bytes."""
     scales = aligned(fmt.data_bytes(rows, cols))
     return 0, scales, aligned(scales + fmt.scale_bytes(rows, cols))

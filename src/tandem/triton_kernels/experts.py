@@ -52,7 +52,7 @@ class Tilings(NamedTuple):
     ordinary_large: Tiling = Tiling(64, 16, 8)
 
     def vector_constants(self, packed: Packed, num_tokens: int) -> dict[str, Any]:
-        """Return the constants that the vector kernels are compiled for, besides the matrix."""
+        """Return the vector kernels' compile-time constants, except those of the matrix."""
         tiling = self.vector if num_tokens <= 2 else self.vector_many
         return {
             "num_tokens": num_tokens,
@@ -64,7 +64,7 @@ class Tilings(NamedTuple):
     def matrix_constants(
         self, packed: Packed, block_rows: int, dtype: torch.dtype, *, has_matrix_units: bool
     ) -> dict[str, Any]:
-        """Return the constants that the matrix kernels are compiled for, besides the matrix."""
+        """Return the matrix kernels' compile-time constants, except those of the matrix."""
         is_fp32 = dtype == torch.float32  # the matrix units would round fp32
         on_matrix_units = has_matrix_units and not is_fp32
         tiling = self._of_matrix(block_rows, on_matrix_units=on_matrix_units)
@@ -99,7 +99,7 @@ class TritonExperts:
     def __init__(
         self, tilings: Tilings = DEFAULT_TILINGS, *, has_matrix_units: bool = True
     ) -> None:
-        """Prepare to launch; kernels are compiled on first launch, and Triton caches them on disk.
+        """Use these tilings; kernels are compiled on first launch, and Triton caches them on disk.
 
         `has_matrix_units` tells whether Triton can use the GPU's matrix units, as it can from
         compute capability 8.0 on.
@@ -134,10 +134,10 @@ class TritonExperts:
         launch(_down(layout), rows, (inner, out))
 
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Write sum over k of weight * row to `out` (n_tokens, hidden_size), first to last.
+        """Write each token's weighted sum of rows to `out` (n_tokens, hidden_size), in order of k.
 
-        `row_of` is (n_tokens, top_k) int32, where -1 adds nothing. All tensors must be contiguous
-        and on one device.
+        `row_of` is (n_tokens, top_k) int32: the row for each k; -1 adds nothing. All tensors must
+        be contiguous and on one device.
         """
         num_tokens, top_k = row_of.shape
         num_cols = rows.shape[1]
@@ -215,9 +215,9 @@ def _down(layout: ExpertLayout) -> tuple[Packed, Extent]:
 def table_on(values: tuple[float, ...], lines_of: int, device: torch.device) -> Tensor | None:
     """Return a format's table of codes on a device; None for a format without a table.
 
-    The table is fp16, in which all its numbers are exact, and whose loads are not staged in shared
-    memory. Its 16 numbers are followed by the lines of the grid of format `lines_of`, as int32:
-    four-bit codes in the dword order of `iq4_xs`, for eight columns or for the first four.
+    The table is fp16: all its numbers are exact in it, and reads are not staged in shared memory.
+    Its 16 numbers are followed by the lines of the grid of format `lines_of`, as int32: four-bit
+    codes in the dword order of `iq4_xs`, for eight columns or for the first four.
     """
     if not values:
         return None

@@ -36,7 +36,7 @@ _LOST = constexpr(-1)
 
 @triton.jit
 def ring(doorbell: tensor, on_gpu: constexpr) -> None:
-    """Set a word to 1 so that the host sees all earlier writes of this program before it."""
+    """Set a word to 1; the host sees all earlier writes of this program before that write."""
     tl.debug_barrier()  # all threads' writes come before the ring
     if on_gpu:
         tl.inline_asm_elementwise(
@@ -49,8 +49,9 @@ def ring(doorbell: tensor, on_gpu: constexpr) -> None:
 def wait_for(word: tensor, expected: tensor, most: constexpr, on_gpu: constexpr) -> tensor:
     """Wait, within a limit, until a word is `expected` or -1; return its value.
 
-    The host's writes before it are visible afterwards. The limit `most` is in nanoseconds of the
-    GPU's clock; in the interpreter, which has no clock and no pauses, it is a number of reads.
+    Afterwards, the host's writes that preceded its write to the word are visible. The limit `most`
+    is in nanoseconds of the GPU's clock; in the interpreter, which has no clock and no pauses, it
+    is a number of reads.
     """
     value = tl.load(word, volatile=True)
     if on_gpu:
@@ -211,10 +212,10 @@ def publish_guess(
     width: constexpr,
     on_gpu: constexpr,
 ) -> None:
-    """Publish the experts with the largest scores (n_tokens, num_scores) as the next layer's guess.
+    """Publish the experts with the largest scores as a guess of what the next layer will use.
 
-    Tokens whose choice in `top_k_index` (n_tokens, top_k) begins with padding get -1 as guesses.
-    There is one program.
+    `scores` are (n_tokens, num_scores), the guess is (n_tokens, top_k) int32. Tokens whose choice
+    in `top_k_index` (n_tokens, top_k) begins with padding get -1. There is one program.
     """
     place = tl.arange(0, width)
     for row in range(num_tokens):
@@ -247,11 +248,12 @@ def take_fetched(
     most: constexpr,
     on_gpu: constexpr,
 ) -> None:
-    """Read the addresses of misses that the host has copied to the GPU, after the hits.
+    """Read the addresses of missed experts that the host has copied to the GPU.
 
-    There is one program. `fetched` is in the layer's mailbox. The second launch of the vector
-    kernels reads `new_addresses` (n_tokens * top_k,) int64, 0 where the host has computed the
-    row. They are also added to `addresses`, for `combine`. A layer without misses does not wait.
+    It must run after the hits' kernels, which read `addresses` as well. There is one program.
+    `fetched` is in the layer's mailbox. The second launch of the vector kernels reads
+    `new_addresses` (n_tokens * top_k,) int64, 0 where the host has computed the row. These
+    addresses are also added to `addresses`, for `combine`. A layer without misses does not wait.
     `most` and `number` are as in `combine`.
     """
     place = tl.arange(0, choice_width)

@@ -1,8 +1,8 @@
-"""Hyper-connections of a decode step: a token's residual streams into a layer, and its output back.
+"""Hyper-connections of a decode step: residual streams to a layer's input, its output to streams.
 
     multiply_streams   each program: products of a part of a token's values with a matrix's rows
-    weigh_streams      adds up the parts: weights, and with them the layer's input
-    add_streams        the streams after the layer
+    weigh_streams      adds up the parts, makes weights of them, and writes the layer's input
+    add_streams        writes the streams after the layer
 
 `csrc/hyper_connections.hpp` has the equations.
 """
@@ -26,7 +26,10 @@ def multiply_streams(
     streams: tensor, matrix: tensor, sums: tensor, num_values: constexpr, num_rows: constexpr,
     num_parts: constexpr, block_rows: constexpr, block_values: constexpr,
 ) -> None:  # fmt: skip
-    """Write sums (tokens, parts, rows + 1), the last one of squares. A program is (part, token)."""
+    """Write sums (tokens, parts, rows + 1): a product with each row, then the sum of squares.
+
+    A program is (part, token).
+    """
     token = tl.program_id(1).to(tl.int64)
     row, value = tl.arange(0, block_rows), tl.arange(0, block_values)
     value += tl.program_id(0) * block_values
@@ -57,9 +60,10 @@ def _rows(
 def _mixture(
     rows: tensor, is_there: tensor, num_rounds: constexpr, eps: constexpr, size: constexpr
 ) -> tensor:
-    """Return a doubly stochastic matrix (size, size) made from concatenated rows.
+    """Return a doubly stochastic matrix (size, size) from logits in concatenated rows.
 
-    Where `is_there` is false, it has the rows and columns of the identity.
+    Rows and columns are normalised `num_rounds` times. Where `is_there` is false, it has the rows
+    and columns of the identity.
     """
     rows, is_there = tl.reshape(rows, (size, size)), tl.reshape(is_there, (size, size))
     rest = tl.where(tl.arange(0, size)[:, None] == tl.arange(0, size)[None, :], 1.0, 0.0)
@@ -82,9 +86,9 @@ def weigh_streams(
     output_eps: constexpr, block_parts: constexpr, block_streams: constexpr,
     block_cols: constexpr,
 ) -> None:  # fmt: skip
-    """Write out (tokens, dim), and the weights (tokens, rows - streams) for `add_streams`.
+    """Write the layer's input: out (tokens, dim), a weighted sum of the token's streams.
 
-    A program is (columns, token).
+    Also writes weights (tokens, rows - streams) for `add_streams`. A program is (columns, token).
     """
     token = tl.program_id(1).to(tl.int64)
     sums += token * num_parts * (num_rows + 1)
@@ -130,9 +134,10 @@ def add_streams(
     y: tensor, weights: tensor, streams: tensor, out: tensor, num_streams: constexpr,
     dim: constexpr, block_streams: constexpr, block_cols: constexpr,
 ) -> None:  # fmt: skip
-    """Write out (tokens, streams, dim), rounded as in the models' own code.
+    """Write the streams after a layer with output `y`, rounded as in the models' own code.
 
-    A program is (columns, token).
+    `out` and `streams` are (tokens, streams, dim), `y` is (tokens, dim). A program is (columns,
+    token).
     """
     token = tl.program_id(1).to(tl.int64)
     dtype: constexpr = out.dtype.element_ty

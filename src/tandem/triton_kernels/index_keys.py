@@ -51,8 +51,8 @@ def score_index_keys(
 ) -> None:  # fmt: skip
     """Write sum over heads of weight * relu(scale * query . key) to scores (tokens, num_scores).
 
-    The complete blocks up to a token are scored, including a block that the token ends; other
-    scores are unchanged. A program is (some keys, token).
+    Only complete blocks up to a token are scored, including a block that the token ends; other
+    entries of `scores` are unchanged. A program is (some keys, token).
     """
     token = tl.program_id(1).to(tl.int64)
     number = tl.program_id(0) * block_keys + tl.arange(0, block_keys)
@@ -85,10 +85,10 @@ def score_prompt_keys(
     num_scores: tensor, scale: constexpr, block: constexpr, num_heads: constexpr, dim: constexpr,
     width: constexpr, block_keys: constexpr, block_tokens: constexpr,
 ) -> None:  # fmt: skip
-    """Compute the scores of `score_index_keys` for a slot's tokens from position `first` on.
+    """Write the scores of `score_index_keys` for tokens of one slot, from position `first` on.
 
     The slot's `keys` are (room, dim). A program is (some keys, some tokens), so that these tokens
-    share the loads of keys.
+    share each read of a key.
     """
     token = tl.program_id(1) * block_tokens + tl.arange(0, block_tokens)
     number = tl.program_id(0) * block_keys + tl.arange(0, block_keys)
@@ -115,9 +115,9 @@ def score_prompt_keys(
 
 @triton.jit
 def _codes(scores: tensor, number: tensor, num_whole: tensor) -> tensor:
-    """Return 32-bit integers (in int64) that have the same order as the scores.
+    """Return the codes of the scores `number`: 32-bit integers (in int64) with the same order.
 
-    NaN counts as infinite. Numbers from `num_whole` on get the integer 0.
+    NaN counts as infinite. The code is 0 for numbers from `num_whole` on.
     """
     score = tl.load(scores + number, mask=number < num_whole, other=0.0)
     score = tl.where(score != score, _INFINITY, score)

@@ -65,7 +65,7 @@ def _outputs_of_few_rows(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Compute some outputs of one layer as `few_rows` does; `layer` has the layer's arguments."""
+    """Compute some outputs as `few_rows` does; `layer` is a tuple of its arguments for a layer."""
     out, address, num_outputs, num_blocks, num_biased, scales_offset, bias_offset = layer
     block, offset = outputs // 16, outputs % 16
     data = section(address, 0, tl.int32)
@@ -117,7 +117,7 @@ def few_rows_of_three(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Compute `few_rows` for up to three layers with one input; a missing layer has 0 blocks.
+    """Compute `few_rows` for up to three layers with the same x; a missing layer has 0 blocks.
 
     The layers' arguments are separate, because Triton would compile a kernel for each tuple's
     values.

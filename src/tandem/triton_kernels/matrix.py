@@ -1,4 +1,4 @@
-"""Many tokens per expert: weights become bf16 or fp16 in registers, for products on matrix units.
+"""Kernels for many tokens per expert: weights are decoded in registers, for matrix units.
 
 A program computes a tile: `block_rows` rows of one expert times `block_outputs` outputs of its
 matrix. All experts' tiles are computed by one launch: tile i belongs to expert `tile_expert[i]`
@@ -106,7 +106,7 @@ def _tile_products(
     block_chunks: constexpr,
     precision: constexpr,
 ) -> tensor:
-    """Return the products of the expert at `address`, with their bias; see `tile_products`."""
+    """Return `tile_products` for the matrix of the expert at `address`, plus its bias."""
     data = section(address, extent.data_offset, tl.int32)
     scales = scale_section(address, extent.scales_offset, packed)
     total = tile_products(
@@ -131,7 +131,7 @@ def _store_up(
     block_rows: constexpr,
     block_outputs: constexpr,
 ) -> None:
-    """Write the activation of a tile; see `matrix_up`."""
+    """Write the activation of a tile's values, which include the bias; see `matrix_up`."""
     row = row.to(tl.int64)
     if epilogue.is_gated:
         # Blocks of 16 gate outputs and 16 up outputs alternate.
@@ -176,7 +176,10 @@ def matrix_up(
     block_chunks: constexpr,
     precision: constexpr,
 ) -> None:
-    """Write activation(up projection): inner (n_rows, num_rows); see `vector_up`."""
+    """Write activation(up projection): inner (n_rows, num_rows); see `vector_up`.
+
+    A program is (block of outputs, tile).
+    """
     expert = tl.load(tile_expert + tl.program_id(1))
     first, end = tl.load(tile_first + tl.program_id(1)), tl.load(begin + expert + 1)
     if first >= end:  # an unused tile: the grid has room for the worst case
@@ -211,7 +214,10 @@ def matrix_down(
     block_chunks: constexpr,
     precision: constexpr,
 ) -> None:
-    """Write the down projection: out (n_rows, num_rows) fp32, num_rows being the hidden size."""
+    """Write the down projection: out (n_rows, hidden_size) fp32.
+
+    A program is (block of outputs, tile).
+    """
     expert = tl.load(tile_expert + tl.program_id(1))
     first, end = tl.load(tile_first + tl.program_id(1)), tl.load(begin + expert + 1)
     if first >= end:  # an unused tile: the grid has room for the worst case

@@ -67,7 +67,7 @@ def rotate_two(
 
 
 def _room_for_rotated(x: Tensor, heads: int) -> Tensor:
-    """Return memory for the rotated x, in the shape of x but laid out row after row."""
+    """Return an empty tensor in the shape of x, whose memory has the heads of each row together."""
     if heads == 1 and x.shape[2] > 1:
         return x.new_empty((1, x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -116,7 +116,8 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """Return the weights in `dtype` and the numbers (int64) of the best experts, (rows, top_k).
 
-    They are chosen by `logits` (rows, experts).
+    The best experts are those with the largest `logits` (rows, experts); see
+    `small.choose_experts`.
     """
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, top_k), dtype=dtype, device=logits.device)

@@ -13,7 +13,7 @@ from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, Encoding, Weigh
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The layout and meaning of the numbers of packed matrices, independent of shape.
+    """How a format stores and encodes the numbers of packed matrices of any shape.
 
     Columns are read in chunks, as many as share a dword of the codes' lowest plane.
     """
@@ -51,7 +51,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The shape of one packed matrix, and the offsets of its parts."""
+    """The shape of one packed matrix, and the offsets of its data, scales and bias in bytes."""
 
     num_rows: int
     """The number of rows; for a gated projection, of the gate's rows only."""
@@ -105,7 +105,7 @@ def extent_of(
     *,
     has_bias: bool,
 ) -> Extent:
-    """Return the extent of a matrix with data, scales and bias at offsets from its address.
+    """Return the extent of a matrix; `sections` are the offsets of data, scales and bias.
 
     `blocks` is the number of blocks of 16 rows in memory; for a gated projection, `rows` counts the
     gate's rows only.
@@ -116,7 +116,7 @@ def extent_of(
 
 
 def _factor_and_offset(encoding: Encoding) -> tuple[float, float]:
-    """Return the factor and the offset that make weights before scaling from biased values."""
+    """Return `Packed.factor` and `Packed.offset` for an encoding."""
     match encoding.element:
         case "integer":  # the code becomes the upper bits of the mantissa of a number from 1 to 2
             return float(1 << encoding.bits), float(-(1 << encoding.bits) - encoding.offset)

@@ -16,7 +16,10 @@ _RUN_FIELDS = constexpr(6)
 
 @triton.jit
 def _run(runs: tensor, number: tensor) -> tensor:
-    """Return a run: slot, first row, number of all, certain, repeated tokens, half of the log."""
+    """Return the fields of run `number`, in the order of `device_states.Run`.
+
+    They are: slot, first token, number of tokens, of certain tokens, of repeated tokens, log half.
+    """
     run = runs + number * _RUN_FIELDS
     return (
         tl.load(run), tl.load(run + 1), tl.load(run + 2), tl.load(run + 3), tl.load(run + 4),
@@ -36,7 +39,7 @@ def _input(
     channels: constexpr,
     width: constexpr,
 ) -> tensor:
-    """Return some channels' inputs at a token, fp32; before the run, they are from log or state."""
+    """Return some channels' inputs at token `at`, fp32; before the run, from the log or state."""
     value_vector = tl.load(x + at * token_stride, mask=mask & (at >= 0), other=0.0).to(tl.float32)
     before = at + num_again
     is_logged, is_kept = (at < 0) & (before >= 0), (num_again >= 0) & (before < 0)
@@ -137,7 +140,7 @@ def _moved_on(
     is_delta: constexpr,
     has_rate: constexpr,
 ) -> tensor:
-    """Return a part of a head's state after a token with this key and value."""
+    """Return a part of a head's state after one more token, with this key and value."""
     if decay_kind == "head":
         state = state * tl.exp(tl.load(decay))
     elif decay_kind == "key":
@@ -236,7 +239,7 @@ def recur_tokens(
     scale: constexpr, has_rate: constexpr, has_skip: constexpr, key_width: constexpr,
     block_values: constexpr,
 ) -> None:  # fmt: skip
-    """Write S = e^decay S; S += key (x) rate * (value - key S); out = query S + skip value.
+    """Compute S = e^decay S; S += key (x) rate * (value - key S); out = query S + skip value.
 
     See `tandem.kernels.recurrent.Recurrence`. out is (n_tokens, heads, value_dim), `states` (slots,
     heads, key_dim, value_dim), `factor` (key_dim, value_dim), `log` (slots, 2, most_drafted,

@@ -49,7 +49,7 @@ class RowTable:
     block_rows: int
 
     def on(self, memory: Tensor) -> GroupedRows:
-        """Return the rows as views of `memory`, a copy on any device."""
+        """Return the rows as views of `memory`, a copy of the table's memory on any device."""
         addresses = memory[: self.num_experts]
         rest = memory[self.num_experts :].view(torch.int32)
         sizes = (self.num_experts + 1, self.num_rows, self.num_tiles, self.num_tiles)
@@ -60,7 +60,10 @@ class RowTable:
 
 
 def row_table(addresses: Sequence[int], begin: Sequence[int], row_token: Tensor) -> RowTable:
-    """Lay out rows; `begin` need not start at 0. `row_token` is (n_rows,) int32 on the host."""
+    """Return a table of rows that are grouped by expert, as in `GroupedRows`.
+
+    `begin` need not start at 0. `row_token` is (n_rows,) int32 on the host.
+    """
     starts = np.asarray(begin, dtype=np.int32)
     starts = starts - starts[0]
     counts = np.diff(starts)
@@ -78,7 +81,7 @@ def row_table(addresses: Sequence[int], begin: Sequence[int], row_token: Tensor)
 
 
 def vector_tokens(most: int) -> int:
-    """Return the size of the smallest vector kernel for `most` tokens per expert."""
+    """Return the smallest of `VECTOR_TOKENS` that serves `most` tokens per expert."""
     return next(size for size in VECTOR_TOKENS if most <= size)
 
 

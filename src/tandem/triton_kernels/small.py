@@ -94,7 +94,10 @@ def _rotate(
     mask: tensor,
     half: constexpr,
 ) -> None:
-    """Write a head's embedding: x * cos + swapped x * sin, each result rounded to its dtype."""
+    """Write a head's rotary embedding, x * cos + swapped x * sin, to `target`.
+
+    Each product and each sum is rounded to the dtype of `target`.
+    """
     dtype: constexpr = target.dtype.element_ty
     low = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + half + place, mask=mask, other=0.0).to(tl.float32)
@@ -153,7 +156,7 @@ def rotate_pairs(
     token_stride: tensor, out_head_stride: tensor, out_token_stride: tensor, num_heads: constexpr,
     num_tokens: constexpr, num_pairs: constexpr, half: constexpr, width: constexpr,
 ) -> None:  # fmt: skip
-    """Write heads with the last `num_pairs` of `half` adjacent pairs rotated.
+    """Write each head with the last `num_pairs` of its `half` pairs of adjacent values rotated.
 
     The tables are (rows, tokens, num_pairs). A program is (head, token, row).
     """
@@ -189,8 +192,8 @@ def choose_experts(
 ) -> None:
     """Write the largest values of each row's softmax, best first: weights and index (rows, top_k).
 
-    Of equal values the first is chosen. With `is_normalised`, weights are divided by their sum. A
-    program is a row of logits (rows, num_experts).
+    Of equal values the first is chosen. With `is_normalised`, weights are divided by their sum.
+    Then they are multiplied by `scale`. A program is a row of logits (rows, num_experts).
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, width)

@@ -29,7 +29,7 @@ def look_up(
 ) -> None:  # fmt: skip
     """Write the address of each routed token's expert, and its row. There is one program.
 
-    Padding gets the row -1 and the address of any expert.
+    Padding gets the row -1 and the address of expert 0.
     """
     for start in range(0, num_rows, block):
         at = start + tl.arange(0, block)
@@ -95,8 +95,8 @@ def each_alone(index: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
     `index` (n_tokens, top_k) int64 and `table` (num_experts,), the experts' addresses, are on the
     device. Rows are in the routed tokens' order. Addresses are (n_tokens * top_k,), one per row;
-    row numbers are (n_tokens, top_k), -1 for padding. The addresses still have an entry for each
-    padding token: the address of an arbitrary expert; its result is ignored.
+    row numbers are (n_tokens, top_k), -1 for padding. Padding has an address, too, that of an
+    arbitrary expert; results for it must be ignored.
     """
     num_rows, index = index.numel(), index.contiguous()
     addresses = torch.empty(num_rows, dtype=torch.int64, device=index.device)

@@ -76,7 +76,10 @@ def _compress(
     bias: Tensor,
     num_series: int,
 ) -> Tensor:
-    """Store tokens' values and gates (n_tokens, series * dim); return keys of complete windows."""
+    """Store tokens' values and gates (n_tokens, series * dim); return compressed keys.
+
+    The keys are (n_tokens, dim): a window's key is at the token that ends it, zeros elsewhere.
+    """
     values, gates = (x if x.stride(1) == 1 else x.contiguous() for x in (values, gates))
     (ratio, width), num_tokens = bias.shape, len(values)
     dim, block_tokens = width // num_series, _power_of_two(ratio * num_series)
@@ -101,7 +104,7 @@ def _convolve(
     has_silu: bool,
     most: int,
 ) -> Tensor:
-    """Return the convolution of x (n_tokens, channels), and store the last inputs."""
+    """Return the convolution of x (n_tokens, channels); update the slots' states and logs."""
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     channels, width = weight.shape
@@ -136,7 +139,7 @@ def _recur(
     is_normalised: bool,
     scale: float,
 ) -> Tensor:
-    """Advance the slots' states by the runs' tokens; return the tokens' results."""
+    """Advance the slots' states by the runs' tokens; return the results, shaped like `value`."""
     value, query, key = (x if x.stride(2) == 1 else x.contiguous() for x in (value, query, key))
     decay, rate = decay.contiguous(), None if rate is None else rate.contiguous()
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
@@ -163,7 +166,7 @@ def _recur(
 
 
 def _tile(key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Return how many keys and values of a state one program computes: powers of two."""
+    """Return the size of a program's tile of a state, (key dims, value dims): powers of two."""
     width = _power_of_two(key_dim)
     most = min(_MOST_VALUES, max(_LEAST_VALUES, _ELEMENTS // width))
     return width, min(most, _power_of_two(value_dim))

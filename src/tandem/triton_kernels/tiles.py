@@ -64,7 +64,7 @@ def _words_of_supers(
 
 @triton.jit
 def _field(words: tensor, number: tensor, is_inside: tensor, field: constexpr) -> tensor:
-    """Return the value of bit field `number` in the words of each super-block."""
+    """Return the value of item `number` of a bit field in the words of each super-block."""
     bit = field.base + number // 4 * field.fours + number % 4 * field.step
     word = tl.load(words + bit // 32 * 16, mask=is_inside, other=0)
     return (word >> (bit % 32)) & ((1 << field.width) - 1)
@@ -74,7 +74,7 @@ def _field(words: tensor, number: tensor, is_inside: tensor, field: constexpr) -
 def _line(
     words: tensor, number: tensor, is_inside: tensor, table: tensor, grid: constexpr
 ) -> tensor:
-    """Return the codes of the line whose index is in the words, read from `table`."""
+    """Return the codes of line `number`, read from `table` at the index in the words."""
     low: constexpr = grid.low
     place = _field(words, number, is_inside, low)
     if grid.high is not None:
@@ -85,7 +85,7 @@ def _line(
 
 @triton.jit
 def _spread(bits: tensor) -> tensor:
-    """Spread four bits to the lowest bits of a dword's bytes."""
+    """Return a dword whose four bytes have one of the four `bits` each, as their lowest bit."""
     return (bits * 0x00204081) & 0x01010101
 
 
@@ -100,7 +100,7 @@ def _lines(
     table: tensor,
     grid: constexpr,
 ) -> tensor:
-    """Return dwords with the codes of eight columns, made from looked-up lines and their signs."""
+    """Return dwords with the codes of eight columns, made from lines of the grid and signs."""
     words = _words_of_supers(data, block, offset, chunk, num_chunks, grid)
     number = (chunk % 32)[:, None]
     if grid.line_cols == 8:
@@ -131,7 +131,7 @@ def _scales_of_lines(
     num_chunks: tensor,
     packed: constexpr,
 ) -> tensor:
-    """Return scales that are stored in a super-block's words, times its factor."""
+    """Return the scales in super-blocks' words times the super-blocks' factors, fp32."""
     grid: constexpr = packed.grid
     words = _words_of_supers(data, block, offset, chunk, num_chunks, grid)
     group = (chunk % 32 // packed.chunks_per_group)[:, None]
@@ -232,7 +232,7 @@ def _scales_of_supers(
 
 @triton.jit
 def _number(byte: tensor, packed: constexpr) -> tensor:
-    """Return the value of a group's byte (uint8), fp32."""
+    """Return the scale that a group's byte (uint8) stands for, fp32."""
     if packed.scale == "nibble":
         number = (byte & 15).to(tl.float32)
     elif packed.scale == "e4m3":
@@ -288,7 +288,7 @@ def section(address: tensor, offset: tensor, dtype: constexpr) -> tensor:
     """Return a pointer to a section of the expert or layer at `address`.
 
     Sections start at multiples of 64 bytes; this hint on the pointer (not on the number) allows
-    loads of 16 bytes.
+    reads of 16 bytes.
     """
     return tl.multiple_of((address + offset).to(tl.pointer_type(dtype)), 64)
 

@@ -27,10 +27,10 @@ def variants(
     top_k: int,
     device: torch.device,
 ) -> list[Callable[[], None]]:
-    """Return functions that launch, on the current stream, every kernel of a layout."""
+    """Return functions that together launch, on the current stream, every kernel of a layout."""
 
     def compute(num_tokens: int) -> None:
-        """Compute an expert whose weights are zeros for this many tokens."""
+        """Compute `num_tokens` tokens with one expert whose weights are zeros."""
         image = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         table = row_table(
             [image.data_ptr()],

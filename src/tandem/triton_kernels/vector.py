@@ -1,4 +1,4 @@
-"""Few tokens per expert: weights are read once for all its tokens, at the speed of the memory.
+"""Kernels for few tokens per expert: each weight is read once for all of them, at memory speed.
 
 A program computes some rows of one expert's matrix for up to `num_tokens` tokens, a power of two.
 Products are fp32 on ordinary cores; a scale is applied once per chunk, to the sum of its columns.
@@ -44,7 +44,10 @@ def _chunk_sums(
     block_chunks: constexpr,
     block_outputs: constexpr,
 ) -> tensor:
-    """Return, for each token, the sums of (biased values * x) and of x over a chunk's columns."""
+    """Return, for each token, two sums over each chunk's columns: of biased values * x, and of x.
+
+    The sums are tuples with an item per token: (chunks, outputs), and (chunks,).
+    """
     parts = (tl.full((block_chunks, block_outputs), 0.0, dtype=tl.float32),) * num_tokens
     totals = (tl.full((block_chunks,), 0.0, dtype=tl.float32),) * num_tokens
     per_chunk: constexpr = packed.per_chunk
@@ -76,7 +79,7 @@ def output_products(
     block_chunks: constexpr,
     block_outputs: constexpr,
 ) -> tensor:
-    """Return a tuple of (block_outputs,) fp32: the outputs' products with each token's row of x."""
+    """Return, for each token, the outputs' products with its row of x: (block_outputs,) fp32."""
     sums = (tl.full((block_chunks, block_outputs), 0.0, dtype=tl.float32),) * num_tokens
     for start in range(0, num_chunks, block_chunks):
         chunk = start + tl.arange(0, block_chunks)
@@ -118,7 +121,7 @@ def _products(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> tensor:
-    """Return the products of the expert at `address`; see `output_products`."""
+    """Return `output_products` for the matrix of the expert at `address`."""
     data = section(address, extent.data_offset, tl.int32)
     scales = scale_section(address, extent.scales_offset, packed)
     return output_products(
@@ -139,7 +142,7 @@ def _store_up(
     epilogue: constexpr,
     num_tokens: constexpr,
 ) -> None:
-    """Write the activation of the outputs' products of each token; see `vector_up`."""
+    """Add the bias to each token's products and write their activation; see `vector_up`."""
     block, offset = outputs // 16, outputs % 16
     num_rows: constexpr = extent.num_rows
     for token in tl.static_range(num_tokens):
@@ -216,7 +219,10 @@ def vector_down(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Write the down projection of 32 outputs: out (n_rows, hidden_size) fp32."""
+    """Write the down projection of 32 outputs: out (n_rows, hidden_size) fp32.
+
+    A program is (32 outputs, expert); experts at address 0 are skipped.
+    """
     outputs = tl.program_id(0) * 32 + tl.arange(0, 32)
     block, offset = outputs // 16, outputs % 16
     num_rows: constexpr = extent.num_rows

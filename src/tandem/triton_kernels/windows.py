@@ -56,7 +56,11 @@ def _part(
     position: tensor, num_chosen: tensor, window: constexpr, ratio: constexpr,
     has_chosen: constexpr, num_parts: constexpr, block_keys: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return how many positions a token sees in its window, and this program's part of its keys."""
+    """Return (in_window, begin, end): a token sees `in_window` positions in its window.
+
+    This program's part of the token's keys is the numbers from `begin` to before `end`; the
+    window's keys are numbered first, then compressed keys.
+    """
     in_window = tl.minimum(position + 1, window)
     length = in_window
     if has_chosen:
@@ -74,7 +78,7 @@ def _places(
     key: tensor, end: tensor, position: tensor, in_window: tensor, chosen: tensor, ring: constexpr,
     ratio: constexpr, has_chosen: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return the places in a slot of a token's keys by their numbers; -1: there is no such key."""
+    """Return the places in a slot of the keys with the numbers `key`; -1: there is no such key."""
     place = (position + 1 - in_window + key) % ring
     if ratio > 0:
         number = key - in_window
@@ -97,8 +101,8 @@ def attend_window_parts(
     """Attend to a part of the keys. A program is (some heads, part, token).
 
     A token sees its window and all compressed keys before it; with `has_chosen`, of these only the
-    keys in `chosen` (tokens, num_chosen), padded with -1. Writes the same results as
-    `attend_parts`.
+    keys in `chosen` (tokens, num_chosen), padded with -1. Results are written in the form of those
+    of `attend_parts`.
     """
     token = tl.program_id(2).to(tl.int64)
     head = tl.program_id(0) * block_heads + tl.arange(0, block_heads)

@@ -40,9 +40,7 @@ _ACCOUNTS_LINE = "x-anthropic-billing-header:"
 
 
 def as_chat(body: CountTokensRequest) -> ChatRequest:
-    """Return the chat that a body asks for; raises `ApiError` for content that no model here can
-    read.
-    """
+    """Return the chat that a body asks for; raises `ApiError` for content that cannot be read."""
     choice = body.tool_choice
     chat = ChatRequest.model_construct(
         model=body.model,
@@ -117,7 +115,7 @@ def _result(block: ToolResultBlock) -> str | list[TextPart | ImagePart]:
 
 
 def _content(blocks: Iterable[object]) -> str | list[TextPart | ImagePart]:
-    """Return what the model reads of some blocks: text, or text and images."""
+    """Return the text of some blocks; a list of text and image parts if there are images."""
     parts: list[TextPart | ImagePart] = []
     for block in blocks:
         if isinstance(block, ImageBlock):
@@ -130,7 +128,7 @@ def _content(blocks: Iterable[object]) -> str | list[TextPart | ImagePart]:
 
 
 def _address(block: ImageBlock) -> str:
-    """Return an image's source as a URL."""
+    """Return an image's source as a URL; raises `ApiError` for an unknown form of source."""
     source = block.source
     kind, data, url = (source.get(name) for name in ("type", "data", "url"))
     if kind == "base64" and isinstance(data, str):

@@ -81,7 +81,7 @@ class MessageReply(Reply):
         }
 
     def _usage(self) -> dict[str, object]:
-        """Count tokens as the API does: tokens read from the KV cache are not input tokens."""
+        """Return the usage; as in the API, tokens from the KV cache are not input tokens."""
         tally = self._answer.tally
         computed = tally.prompt_tokens - tally.reused_tokens
         marked = computed if self._has_cache_marks else 0
@@ -102,7 +102,7 @@ class MessageReply(Reply):
         return self._grow("text", part.content)
 
     def _grow(self, kind: str, text: str) -> list[Event]:
-        """Append to the open block, or to a new one."""
+        """Append text to the open block if it is of this `kind`, else to a new one."""
         events: list[Event] = []
         if self._open != kind:
             block: dict[str, object] = {"type": kind, kind: ""}
@@ -131,7 +131,7 @@ class MessageReply(Reply):
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _close(self) -> list[Event]:
-        """End the open block."""
+        """End the open block, if there is one; return the events."""
         events: list[Event] = []
         if self._open == "thinking":
             self._blocks[-1]["signature"] = _SIGNATURE

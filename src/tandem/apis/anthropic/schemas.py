@@ -18,7 +18,7 @@ _UNSUPPORTED = {
 
 
 class CacheMarked(Body):
-    """A block or tool that may carry `cache_control`: the prompt up to there is kept."""
+    """A block or tool that may carry `cache_control`, a mark to keep the prompt up to its end."""
 
     cache_control: _Json | None = None
 

@@ -41,7 +41,7 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
 
 
 def generated_chat(body: OllamaGenerateRequest) -> ChatRequest:
-    """Return the chat that a body of /api/generate asks for."""
+    """Return the chat that a body of /api/generate without `raw` asks for."""
     system = [OllamaMessage.model_construct(role="system", content=body.system)]
     user = OllamaMessage.model_construct(role="user", content=body.prompt, images=body.images)
     messages = [*(system if body.system else []), user]

@@ -1,4 +1,4 @@
-"""Ollama's endpoints: each body's generation requests, or its answer if it needs no model."""
+"""Handlers of Ollama's endpoints: they make generation requests, or answer without the model."""
 
 from tandem.apis.answering import GenerationRequest, GenerationRequests
 from tandem.apis.api import Api, Question

@@ -90,7 +90,7 @@ class OllamaReply(Reply):
         return [*pieces, {"content": "", kind: text}]
 
     def _closed(self) -> list[_Piece]:
-        """Return the call that has ended, if any: clients get calls as a whole."""
+        """End the call that is arriving; return it as a whole, [] if there is none."""
         if self._open is None:
             return []
         name, arguments = self._open
@@ -114,7 +114,7 @@ class OllamaReply(Reply):
         return line | ({"logprobs": new} if new else {}) | {"done": False}
 
     def _ending(self) -> _Json:
-        """Return the fields of the last line: why the answer ended, and its timings."""
+        """Return the fields of the last line: why the answer ended, token counts and durations."""
         tally = self._answer.tally
         return {
             "done": True,
@@ -129,9 +129,7 @@ class OllamaReply(Reply):
 
 
 def loaded(model: str, *, is_chat: bool, is_unloaded: bool) -> _Json:
-    """Return the response to a body without a prompt, which only asks for the model to be
-    loaded.
-    """
+    """Return the response to a body without a prompt, which asks only to load or unload."""
     empty: _Json = {"message": {"role": "assistant", "content": ""}}
     return {
         "model": model,

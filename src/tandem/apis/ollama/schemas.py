@@ -85,7 +85,7 @@ class OllamaBody(RequestBody):
 
 
 class OllamaRequest(OllamaBody):
-    """The fields that all bodies asking for an answer share."""
+    """The fields that both of Ollama's bodies asking for an answer share."""
 
     options: OllamaOptions | None = None
     format: Literal["", "json"] | _Json | None = None

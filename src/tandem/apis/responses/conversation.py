@@ -47,7 +47,10 @@ def new_messages(body: CountRequest) -> list[Message]:
 
 
 def as_chat(body: CountRequest, earlier: Sequence[Message], new: Sequence[Message]) -> ChatRequest:
-    """Return the chat that a body asks for: its instructions, then earlier and new messages."""
+    """Return the chat that a body asks for: its instructions, then earlier and new messages.
+
+    Raises `ApiError` if there are no messages.
+    """
     first = (
         [Message.model_construct(role="system", content=body.instructions)]
         if body.instructions
@@ -118,7 +121,7 @@ def _after(before: str | None, text: str) -> str:
 
 
 def _content(content: str | Sequence[Part]) -> str | list[TextPart | ImagePart]:
-    """Return the parts of a content that the model reads: text, or text and images."""
+    """Return a content's text; a list of text and image parts if there are images."""
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return _text(content)
     return [
@@ -150,7 +153,7 @@ def _text_of_part(part: Part) -> str:
 
 
 def _tools(body: CountRequest) -> tuple[list[Tool], str | ToolChoice | None]:
-    """Return the tools that the model may call, and the tool choice."""
+    """Return the tools that the model may call, and the chat's `tool_choice`."""
     choice, known = body.tool_choice, known_tools(body.tools)
     described = {name: tool.as_function(name) for name, tool in known.items()}
     if isinstance(choice, AllowedTools):

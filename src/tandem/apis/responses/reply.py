@@ -26,7 +26,7 @@ class ResponseReply(Reply):
         model: str,
         before: bytes | None,
     ) -> None:
-        """Begin the answer; `before` is the earlier conversation, None to keep no response."""
+        """Begin the answer; `before` is the earlier conversation, None: no response is kept."""
         self._answer, self._before = ComingAnswer(request), before
         self._head = _head(body, model)
         self._items: list[_Json] = []
@@ -111,7 +111,7 @@ class ResponseReply(Reply):
         return self._grow(_TEXT, part.content)
 
     def _grow(self, kind: tuple[str, str], text: str) -> list[Event]:
-        """Append to the open item, or to a new one."""
+        """Append text to the open item if it is of this `kind`, else to a new one."""
         events = [] if self._open == kind else [*self._close(), *self._begin(kind)]
         part = self._open_part()
         part["text"] = f"{part['text']}{text}"
@@ -133,7 +133,7 @@ class ResponseReply(Reply):
         return events
 
     def _close(self) -> list[Event]:
-        """End the open item."""
+        """End the open item or call, if there is one; return the events."""
         kind, self._open = self._open, None
         if kind is None:
             return self._end_call()
@@ -161,7 +161,7 @@ class ResponseReply(Reply):
         return [self._call_event("delta", delta=text)]
 
     def _end_call(self) -> list[Event]:
-        """End the open call, if there is one."""
+        """End the open call, if there is one; return the events."""
         call = self._call
         if call is None:
             return []
@@ -203,7 +203,7 @@ class ResponseReply(Reply):
 
 
 def _head(body: ResponsesRequest, model: str) -> _Json:
-    """Return the fields of a response that repeat its request."""
+    """Return a new response's fields, many of which repeat its request."""
     defaults: _Json = {
         "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "store": True,
         "text": {"format": {"type": "text"}}, "truncation": "disabled", "metadata": {},

@@ -166,7 +166,7 @@ Tool = FunctionTool | CustomTool | NamespaceTool
 
 
 class NamedTool(Body):
-    """The name of a tool that must be called."""
+    """The name of a tool that must be called, or of one in `AllowedTools`."""
 
     type: Literal["function", "custom"]
     name: _Id
@@ -174,7 +174,7 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    """The subset of the described tools that may be called now."""
+    """The subset of `tools` that the model may call in this answer."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]

@@ -25,7 +25,7 @@ _INPUT_SCHEMA: dict[str, object] = {
 
 
 class CalledTool(NamedTuple):
-    """What the output items of a tool's calls need to know about the tool."""
+    """What an output item for a call states about the called tool."""
 
     name: str
     namespace: str | None
@@ -42,7 +42,7 @@ class KnownTool:
 
     @property
     def called(self) -> "CalledTool":
-        """What the output items of the tool's calls need."""
+        """What output items for calls state about this tool."""
         return CalledTool(self.tool.name, self.namespace, isinstance(self.tool, CustomTool))
 
     def as_function(self, name: str) -> Tool:
@@ -110,12 +110,12 @@ class OpenCall:
 
     @property
     def kind(self) -> str:
-        """The prefix of the types of the call's events."""
+        """The prefix of the types of the call's events, before `.delta` and `.done`."""
         of = "custom_tool_call_input" if self.is_custom else "function_call_arguments"
         return f"response.{of}"
 
     def end(self, status: str) -> dict[str, object]:
-        """Complete the item; return the payload of its last event."""
+        """Complete the item; return the fields of the call's `.done` event."""
         if self.is_custom:
             self.item[_INPUT] = _input_of(self.arguments)
             return {_INPUT: self.item[_INPUT]}

@@ -59,12 +59,12 @@ def _weight(files: TensorFiles, prefix: str, config: JsonObject, parts: list[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwqWeight(FileWeight):
-    """One linear layer's weight."""
+    """The unread weight of one linear layer."""
 
     has_zeros: bool
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return codes and scales as views of the file; None for a format of another width."""
+        """Return views of the codes and scales in the file; None if `fmt` does not have 4 bits."""
         if fmt.bits != _BITS:
             return None
         words, scales, zeros = self._parts()
@@ -80,13 +80,13 @@ class AwqWeight(FileWeight):
         return Codes("int", codes, scales.contiguous(), zeros.contiguous())
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return words (inputs, outputs / 8), and scales and zero points by row."""
+        """Return words (inputs, outputs / 8), scales and zero points (outputs, groups) or None."""
         words, scales = self.read_part("qweight"), self.read_part("scales").T
         return words, scales, _in_order(self.read_part("qzeros")).T if self.has_zeros else None
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """Unpack (n, outputs / 8) words to (n, outputs) numbers."""
+    """Unpack words (n, outputs / 8) to numbers (n, outputs) in the order of the outputs."""
     nibbles = unpack_bits(words, _BITS).unflatten(-1, (-1, 8))
     ordered: Tensor = nibbles[..., _NIBBLE_OF_OUTPUT]
     return ordered.flatten(-2)

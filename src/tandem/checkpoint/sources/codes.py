@@ -16,7 +16,7 @@ GROUP_SIZES = (128, 64, 32)  # of the packed formats, fewest scales first
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A (rows, cols) matrix by row; rows are the outputs.
+    """A (rows, cols) matrix as codes and scales; rows are the outputs.
 
     `kind` says what `codes` are. "int": whole numbers with value = (code - zero) * scale. "mxfp4":
     uint8 e2m1 bits. "fp8": float8_e4m3fn. For a format with super-blocks or a table, `kind` is the
@@ -62,7 +62,7 @@ class Codes:
         return coded_matrix(codes, scales, fmt, zeros=zeros, name=name)
 
     def values(self, name: str) -> Tensor:
-        """Return the dequantised matrix, (rows, cols) fp32, columns in the layer's order."""
+        """Return the dequantised matrix, (rows, cols) fp32, with columns in the inputs' order."""
         values = self._values(name)
         if self.input_order is None:
             return values
@@ -94,7 +94,7 @@ class Codes:
         return values
 
     def _in_groups_of(self, size: int, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return scales and zeros repeated for smaller groups of `size` columns."""
+        """Return scales and zero points, repeated so that each belongs to `size` columns."""
         source = _group_size(self.codes.shape[1], self.scales.shape[1], name)
         if source % size:
             raise ModelError(
@@ -148,10 +148,11 @@ def _group_size(cols: int, groups: int, name: str) -> int:
 
 
 def input_order(group_of_input: Tensor, group_size: int, name: str) -> Tensor | None:
-    """Return the input that each column must hold for contiguous groups; None if already so.
+    """Return the order of inputs that makes groups contiguous; None if they already are.
 
-    `group_of_input` (cols,) is g_idx of checkpoints with activation order. Raises `ModelError` with
-    `name` unless every group has `group_size` inputs.
+    The result (cols,) has the input of each column. `group_of_input` (cols,) is g_idx of
+    checkpoints with activation order. Raises `ModelError` with `name` unless every group has
+    `group_size` inputs.
     """
     group_of_input = group_of_input.long()
     inputs = torch.arange(len(group_of_input), device="cpu")
@@ -172,5 +173,5 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """Return the numbers of (..., n) bytes, each byte's low nibble and then its high one."""
+    """Unpack (..., n) bytes to (..., 2 * n) numbers: each byte's low nibble, then its high one."""
     return torch.stack((codes & 0x0F, codes >> 4), dim=-1).flatten(-2)

@@ -112,12 +112,15 @@ def _scales(files: TensorFiles, prefix: str, rows: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedIntegers(FileWeight):
-    """One linear layer's weight, packed into words."""
+    """The unread weight of one linear layer, with 4- or 8-bit codes packed into int32 words."""
 
     bits: int
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return codes and scales as file views; None for reordered inputs or another width."""
+        """Return views of the codes and scales in the file.
+
+        None if the inputs are reordered or `fmt` has another width.
+        """
         words, scales, zeros, order = self._parts()
         if fmt.bits != self.bits or order is not None:
             return None
@@ -137,7 +140,10 @@ class PackedIntegers(FileWeight):
         return Codes("int", codes, scales, zeros.contiguous(), order)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return words, scales and zero points by row, and the order of the inputs."""
+        """Return words, scales, zero points (or None), and the order of the inputs (or None).
+
+        The first three have one row per output.
+        """
         prefix, (rows, cols) = self.name.removesuffix(".weight"), self.shape
         words, name = self.files.read(f"{prefix}.weight_packed"), f"{prefix}.weight_zero_point"
         scales, zeros = _scales(self.files, prefix, rows), None
@@ -170,10 +176,10 @@ def _plain(files: TensorFiles, prefix: str, parts: list[str]) -> "PlainIntegers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainIntegers(FileWeight):
-    """One linear layer's weight as int8."""
+    """The unread weight of one linear layer, with int8 codes."""
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
-        """Return codes and scales as views of the file."""
+        """Return views of the codes and scales in the file."""
         codes = self.files.read(self.name).view(torch.uint8)
         return FileFields(codes, self.shape, self._scales(), flip=0x80)
 

@@ -49,9 +49,9 @@ class TensorFiles:
         return sum(self.entries[name].num_bytes for name in names)
 
     def layers_with(self, first: str, others: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-        """Yield (layer, tensor names) for each layer with a tensor `first`.
+        """Yield (prefix, tensor names) of each linear layer that has a tensor `PREFIX.first`.
 
-        The names are those of `first` and of the tensors among `others` that the layer has.
+        The names are of this tensor and of the tensors in `others` that the layer has.
         """
         for name in self.entries:
             prefix, _, part = name.rpartition(".")
@@ -96,7 +96,7 @@ def open_tensors(directory: Path, index_name: str | None = None) -> TensorFiles:
 
 
 def _weight_map(directory: Path, index_name: str) -> dict[str, str]:
-    """Return each tensor's file by an index; `ModelError` for a file outside its directory."""
+    """Return the file of each tensor, as an index says; `ModelError` if outside `directory`."""
     index = read_json(directory, index_name)
     weight_map, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(metadata, dict):

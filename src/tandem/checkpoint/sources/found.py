@@ -34,7 +34,7 @@ class FileWeight:
 
     @property
     def why_not(self) -> str:
-        """Why no format holds the weight; empty if one does."""
+        """A description of the codes if no format holds the weight; empty if one does."""
         return "" if self.formats else self.what
 
     @property
@@ -51,18 +51,21 @@ class FileWeight:
         raise NotImplementedError
 
     def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileFields] | None:
-        """Return the rows' places in the file if native code can read them; None otherwise."""
+        """Return where native code reads the rows in the file; None if it cannot read them."""
         fields = self.fields(fmt, expert) if fmt in self.formats else None
         return None if fields is None or not fields.fit(fmt) else [fields]
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return the codes as views of the file if `fmt` holds them unchanged; None otherwise."""
+        """Return views of the codes in the file if `fmt` holds them unchanged; None otherwise."""
         return None
 
 
 @dataclass(slots=True)
 class Found:
-    """Quantised weights by the name of their unquantised parameter, and names of their tensors."""
+    """Collects quantised weights and the names of their tensors.
+
+    Keys of `weights` are the names of the parameters in an unquantised checkpoint.
+    """
 
     weights: dict[str, FileWeight] = field(default_factory=dict)
     parts: set[str] = field(default_factory=set)

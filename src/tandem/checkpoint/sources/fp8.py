@@ -26,7 +26,7 @@ _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 def find_fp8_and_e2m1(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the FP8 weights of a checkpoint, and those stored as e2m1."""
+    """Return a checkpoint's weights with FP8 codes and those with e2m1 codes (int8 tensors)."""
     found = find_fp8(files, config)
     for name, entry in files.entries.items():
         if entry.dtype == "I8" and name.endswith(".weight"):
@@ -80,12 +80,12 @@ def _weight(files: TensorFiles, name: str, scales: str) -> "Fp8Weight":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Weight(FileWeight):
-    """One linear layer's weight."""
+    """The unread weight of one linear layer, with e4m3 codes."""
 
     scales: str
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
-        """Return codes and scales as views of the file."""
+        """Return views of the codes and scales in the file."""
         codes = self.files.read(self.name).view(torch.uint8)
         return FileFields(codes, self.shape, self._block_scales(self._numbers()))
 

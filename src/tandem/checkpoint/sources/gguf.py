@@ -28,9 +28,10 @@ _IN_LAYER = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<name>.+)")
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
-    """Read the metadata and tensor list of a GGUF file and its other parts; no tensor is read.
+    """Read the metadata and tensor list of a GGUF model, from all its parts; no tensor is read.
 
-    Raises `ModelError` for a damaged file and `UnsupportedModelError` for an unknown architecture.
+    Raises `ModelError` for a damaged file, and `UnsupportedModelError` for an unknown architecture
+    or a file that is not a whole model (mmproj, MTP).
     """
     header = read_header(file)
     architecture = header.architecture
@@ -65,7 +66,8 @@ def open_gguf(
     """Return the Transformers config of a GGUF file, and its weights.
 
     `model_of` must build the config's model on the meta device; `adapt` may change the config
-    before that. Raises the same errors as `read_gguf_header`, for impossible values too.
+    before that. Raises the errors of `read_gguf_header` and `config_of`, and `ModelError` for
+    impossible values.
     """
     header = read_gguf_header(file)
     config = config_of(header)
@@ -179,7 +181,7 @@ def gguf_source(
 def find_recipe(
     architecture: Architecture, parameter: str, tensors: Container[str]
 ) -> Recipe | None:
-    """Return how to make a model's parameter from these tensors; None if that is impossible."""
+    """Return the recipe for a model's parameter; None if a file with these tensors has none."""
     found = _IN_LAYER.fullmatch(parameter)
     before = f"blk.{found['layer']}." if found else ""
     own = found["name"] if found else parameter
@@ -194,5 +196,5 @@ def _made(values: Values, config: PreTrainedConfig, parts: list[Tensor]) -> Tens
 
 
 def _factor_name(name: str) -> str:
-    """Return the name that the factor of a matrix has, if the file has one; else an empty name."""
+    """Return the name of the NVFP4 factor that may belong to tensor `name`; empty for biases."""
     return f"{name.removesuffix('.weight')}.scale" if name.endswith(".weight") else ""

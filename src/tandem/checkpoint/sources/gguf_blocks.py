@@ -33,7 +33,10 @@ def common_format(kinds: Collection[str]) -> WeightFormat | None:
 
 @cache
 def code_table(kind: str, fmt: WeightFormat) -> Tensor | None:
-    """Return the `FileBlocks.table` that converts a type's codes to a format; None if unchanged."""
+    """Return the `FileBlocks.table` that converts codes of GGUF type `kind` to codes of `fmt`.
+
+    None if they are the same.
+    """
     own = find_format(FORMATS[kind])
     if own == fmt:
         return None

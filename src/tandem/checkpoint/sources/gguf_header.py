@@ -95,7 +95,7 @@ class GgufHeader:
         return value
 
     def rows(self, tensor_name: str) -> int | None:
-        """Return the number of a matrix's outputs (of each expert's); None if it does not exist."""
+        """Return the rows (outputs) of a matrix, or of each expert's; None if the file lacks it."""
         tensor = self.tensors.get(tensor_name)
         return None if tensor is None or len(tensor.shape) < 2 else tensor.shape[1]
 
@@ -107,7 +107,7 @@ class GgufHeader:
 
     @property
     def experts(self) -> GgufTensor | None:
-        """Some layer's tensor of experts: the first projection or a part of it; None if dense."""
+        """The up projection of some layer's experts, or gate and up together; None if dense."""
         ends = (f"{end}.weight" for end in _EXPERTS)
         return next((t for end in ends for name, t in self.tensors.items() if end in name), None)
 
@@ -135,7 +135,7 @@ def _why_not(key: str, value: Value) -> str:
 
 
 def read_header(file: Path) -> GgufHeader:
-    """Read the headers of a GGUF file and its other parts; tensors stay unread.
+    """Read and join the headers of all parts of a GGUF model; tensors stay unread.
 
     Raises `ModelError`, one sentence, for a damaged file or a missing part.
     """
@@ -165,7 +165,7 @@ def read_header(file: Path) -> GgufHeader:
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Return all parts of the model that `file` belongs to, in order; only `file` if it is whole.
+    """Return all parts of the model that `file` belongs to, in order; [`file`] if it has no parts.
 
     Raises `ModelError` if a part is missing.
     """
@@ -200,7 +200,7 @@ def _check_part(part: Path, fields: Mapping[str, Value], files: list[Path]) -> N
 
 
 def read_part(file: Path) -> tuple[dict[str, Value], dict[str, GgufTensor]]:
-    """Return one file's metadata and tensors."""
+    """Return the metadata and unread tensors of one file; `ModelError` if it is damaged."""
     try:
         with file.open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -259,7 +259,7 @@ class _Reader:
         return struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}"), "its header"))[0]
 
     def _counted(self, count: int, least_bytes: int, what: str) -> int:
-        """Return `count`; raises if that many items of at least this size exceed the file."""
+        """Return `count`; `_DamagedError` if the rest of the file cannot hold so many items."""
         if count * least_bytes > self._size - self._at:
             raise _DamagedError(f"it should have {count} {what}, but ends before them")
         return count

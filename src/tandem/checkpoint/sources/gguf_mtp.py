@@ -25,10 +25,11 @@ _NORM = "blk.0.nextn.shared_head_norm.weight"
 
 
 def find_mtp(file: Path, hidden_size: int) -> list[GgufHeader]:
-    """Return a header for each MTP layer of a model, as a model of one layer, in order.
+    """Return one header for each MTP layer, in order; each describes a model of this layer alone.
 
-    The layers are in the model's GGUF file, or in a file beside it with the same hidden size.
-    Raises `UnsupportedModelError` if no file has MTP layers, and `ModelError` for a damaged file.
+    The layers are in the model's GGUF file or in a file beside it, and must have the hidden size
+    `hidden_size`. Raises `UnsupportedModelError` if no file has such layers, and `ModelError` for a
+    damaged file.
     """
     header = read_header(file)
     if header.architecture != _ARCHITECTURE:
@@ -49,7 +50,7 @@ def find_mtp(file: Path, hidden_size: int) -> list[GgufHeader]:
 def mtp_source(
     header: GgufHeader, shapes: Mapping[str, torch.Size], config: PreTrainedConfig
 ) -> Source:
-    """Return the tensors of one MTP layer, with the projection that joins its two inputs.
+    """Return the weights of one MTP layer, with separate projections `e_proj` and `h_proj`.
 
     `shapes` are those of the parameters of `config`'s model, which has only this layer.
     """
@@ -73,7 +74,10 @@ def _layers_in(header: GgufHeader, hidden_size: int) -> list[GgufHeader]:
 
 
 def _alone(header: GgufHeader, layer: int) -> GgufHeader:
-    """Return a layer as a model of its own, with the file's `output_` tensors and its own norm."""
+    """Return a header of a model whose only layer, number 0, is `layer`.
+
+    It has the file's `output_` tensors; its output norm is the layer's own, if there is one.
+    """
     before = f"blk.{layer}."
     tensors = {
         f"blk.0.{name.removeprefix(before)}": tensor

@@ -71,7 +71,7 @@ class GgufWeight:
 
     @property
     def near_format(self) -> WeightFormat | None:
-        """The format that blocks of mixed types are rounded to; None if that is not needed.
+        """The format for rounding blocks of types that no single format holds; None otherwise.
 
         Rounding errors are at most half a percent of a group's largest value.
         """
@@ -84,9 +84,9 @@ class GgufWeight:
         return sum(int(tensor.n_bytes) for tensor in self.tensors)
 
     def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileBlocks] | None:
-        """Return the blocks of the matrix (or of an expert's), one part per tensor.
+        """Return the blocks of the matrix, or of one expert's matrix; one item per tensor.
 
-        None if they cannot be stored unchanged; `read` must then be used.
+        None if `fmt` cannot store them unchanged; `read` must then be used.
         """
         is_joined = self.row_order is not None and len(self.tensors) > 1
         if fmt not in self.formats or self.is_ordered or is_joined:
@@ -141,7 +141,7 @@ class PlainTensor:
 
     @property
     def expert_format(self) -> WeightFormat | None:
-        """The format that holds these numbers; None for fp32, which no format holds."""
+        """The packed format of the tensors' dtype, bf16 or fp16; None for fp32 or mixed dtypes."""
         kinds = {tensor.tensor_type.name for tensor in self.weight.tensors}
         name = {"BF16": "bf16", "F16": "fp16"}.get(kinds.pop()) if len(kinds) == 1 else None
         return None if name is None else find_format(name)
@@ -164,9 +164,9 @@ class PlainTensor:
 
 
 def _placed(blocks: FileBlocks, fmt: WeightFormat, name: str) -> CodedMatrix:
-    """Return the codes of blocks as a format stores them, by row.
+    """Return the codes of GGUF blocks as matrix rows in packed format `fmt`.
 
-    They have memory of their own: in a shared chunk, a part that is kept would keep all the chunk.
+    They have memory of their own: views of shared memory would keep all of it allocated.
     """
     rows, cols, kind = blocks.num_rows, blocks.num_cols, fmt.encoding.scale
     data = torch.empty(fmt.data_bytes(rows, cols), dtype=torch.uint8, device="cpu")
@@ -184,7 +184,7 @@ def _factor(factor: GgufTensor, expert: int | None) -> Tensor:
 
 
 def tensor_values(tensor: GgufTensor, factor: GgufTensor | None = None) -> Tensor:
-    """Return the values of a tensor outside the experts, times the number in `factor`."""
+    """Return a tensor's values; `factor` multiplies those of blocks, and must be one number."""
     if tensor.tensor_type.name in PLAIN_DTYPES:
         return _plain_values(tensor)
     values = _dequantised(tensor, None)

@@ -26,7 +26,7 @@ from tandem.kernels.formats.source_codes import minima_of
 
 
 def find_gptq(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights of a GPTQ checkpoint; `UnsupportedModelError` unless of 4 or 8 bits."""
+    """Return a GPTQ checkpoint's weights; `UnsupportedModelError` for other than 4 or 8 bits."""
     bits = int(config.get("bits", 4))
     if bits not in (4, 8):
         raise UnsupportedModelError(
@@ -63,7 +63,7 @@ def _weight(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptqWeight(FileWeight):
-    """One linear layer's weight."""
+    """The unread weight of one linear layer, with 4- or 8-bit codes packed into int32 words."""
 
     bits: int
     group_size: int
@@ -71,7 +71,10 @@ class GptqWeight(FileWeight):
     zero_offset: int
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
-        """Return codes and scales as file views; None for reordered inputs or another width."""
+        """Return views of the codes and scales in the file.
+
+        None if the inputs are reordered or `fmt` has another width.
+        """
         if fmt.bits != self.bits or self._order() is not None:
             return None
         words, scales, zeros = self._parts()
@@ -90,7 +93,7 @@ class GptqWeight(FileWeight):
         return Codes("int", codes.to(torch.int16) - middle, scales.contiguous(), None, order)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return words, scales and zero points by row."""
+        """Return words, scales and zero points, each with one row per output."""
         words, scales, zeros = map(self.read_part, ("qweight", "scales", "qzeros"))
         return words.T, scales.T, unpack_bits(zeros, self.bits).T + self.zero_offset
 
@@ -101,7 +104,7 @@ class GptqWeight(FileWeight):
         return input_order(self.files.read(name), self.group_size, name)
 
     def _are_middle(self, zeros: Tensor) -> bool:
-        """Whether the config says that codes are symmetric; `ModelError` if they are not."""
+        """Whether the config calls the codes symmetric; `ModelError` if `zeros` show otherwise."""
         middle = 1 << (self.bits - 1)
         if self.is_symmetric and not (zeros == middle).all():
             raise ModelError(

@@ -24,7 +24,7 @@ Find = Callable[[str], InputSquares | None]
 
 
 def read_gguf(path: Path) -> Find:
-    """Open an imatrix in GGUF form; raises `FileFormatError`."""
+    """Open an imatrix in GGUF form; return its look-up. Raises `FileFormatError`."""
     try:
         _, tensors = read_part(path)
     except ModelError as error:
@@ -45,7 +45,7 @@ def read_gguf(path: Path) -> Find:
 
 
 def read_dat(path: Path) -> Find:
-    """Read an imatrix in the old form; raises `FileFormatError`."""
+    """Read an imatrix in the old form; return its look-up. Raises `FileFormatError`."""
     content = path.read_bytes()
     found: dict[str, InputSquares] = {}
     at = 4
@@ -72,7 +72,7 @@ def read_dat(path: Path) -> Find:
 
 
 def _by_parameter(names: Container[str], read: Callable[[str], InputSquares]) -> Find:
-    """Map a file's entries from llama.cpp's names to the names of a model's parameters."""
+    """Return a function that looks up a model's parameter; `names` and `read` use llama.cpp's."""
 
     def find(parameter: str) -> InputSquares | None:
         for architecture in ARCHITECTURES.values():

@@ -48,7 +48,7 @@ def find_mxfp4(files: TensorFiles, config: JsonObject) -> Found:
 
 
 def mxfp4_matrix(files: TensorFiles, name: str) -> "Mxfp4Weight":
-    """Return the matrix with the int8 codes of tensor `name`; `ModelError` without E8M0 scales."""
+    """Return the unread matrix whose codes are tensor `name`; `ModelError` without E8M0 scales."""
     scales = f"{name.removesuffix('.weight')}.scale"
     found, codes = files.entries.get(scales), files.entries[name]
     cols = 2 * codes.shape[-1] if codes.shape else 0
@@ -70,10 +70,10 @@ def mxfp4_matrix(files: TensorFiles, name: str) -> "Mxfp4Weight":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mxfp4Weight(FileWeight):
-    """A matrix, or the matrices of a layer's experts; rows are always the outputs."""
+    """An unread matrix, or the matrices of a layer's experts; rows are always the outputs."""
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
-        """Return one matrix's codes and exponents as views of the file."""
+        """Return views of one matrix's codes and exponents in the file."""
         codes, scales = self._parts(expert)
         return FileFields(codes, self.shape[-2:], scales)
 

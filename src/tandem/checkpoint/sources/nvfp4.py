@@ -80,24 +80,24 @@ def _add(found: Found, files: TensorFiles, prefix: str, codes: str, factor: str)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nvfp4Weight(FileWeight):
-    """One linear layer's weight."""
+    """The unread weight of one linear layer."""
 
     is_divided: bool
     """Whether the factor of the whole matrix divides values; otherwise it multiplies them."""
 
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields:
-        """Return codes, scales and the common factor as views of the file."""
+        """Return views of the codes and scales in the file, and the factor of the whole matrix."""
         codes, scales, factor = self._parts()
         return FileFields(codes, self.shape, scales, factor=factor)
 
     def read(self, expert: int | None = None) -> Codes:
-        """Read codes, scales and the common factor."""
+        """Read the codes, the scales and the factor of the whole matrix."""
         codes, scales, factor = self._parts()
         factors = factor.reshape(1, 1).repeat(self.shape[0], 1)
         return Codes("nvfp4", nibbles(codes), scales, super_scales=factors)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes (two a byte), scales as bytes, and an fp32 factor."""
+        """Return codes (two per byte), scales as bytes, and the fp32 factor of all values."""
         codes, number, scales = map(self.files.read, self.parts)
         factor = 1 / number.float() if self.is_divided else number.float().clone()
         return codes.view(torch.uint8), scales.view(torch.uint8), factor

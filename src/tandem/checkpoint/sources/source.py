@@ -37,7 +37,7 @@ StoredWeight = FileWeight | GgufWeight
 
 
 class SourceTensor:
-    """An unread weight that passes through Transformers' loader to an operation of Tandem.
+    """Stands for an unread weight while Transformers' loader passes it on to Tandem's own code.
 
     The loader reads a tensor by indexing it, and then casts it; here, neither operation reads the
     weight.
@@ -71,9 +71,9 @@ class FormatFound(NamedTuple):
     format: ExpertFormat | None
     """The format of the experts; None if the checkpoint does not quantise them."""
     rounded: str
-    """The weight that is rounded, why, and to which format; empty if all are held exactly."""
+    """For a message: which weight is rounded, why, and to which format; empty if none is."""
     coded: tuple[str, ...]
-    """Parameters stored as codes that the format holds exactly."""
+    """The module's parameters whose codes the format holds exactly."""
 
 
 class Source:
@@ -125,14 +125,17 @@ class Source:
         return FormatFound(expert_format(up, down), rounded, tuple(coded))
 
     def _plain_format(self, parameters: Sequence[str]) -> WeightFormat | None:
-        """Return the format of an unquantised projection beside a quantised one."""
+        """Return the packed format of an unquantised projection; None if no format holds it."""
         found = (self.plain_experts.get(parameter) for parameter in parameters)
         return next((fmt for fmt in found if fmt is not None), None)
 
     def _common_format(
         self, targets: Mapping[str, str], parameters: Sequence[str]
     ) -> tuple[WeightFormat | None, str]:
-        """Return the format of these parameters, and the reason if they are rounded to it."""
+        """Return the format that holds these parameters, and an empty text.
+
+        If they must be rounded to the format, the text says why; (None, "") if unquantised.
+        """
         weights = [w for name, w in self.weights.items() if targets.get(name) in parameters]
         if not weights:
             return None, ""

@@ -13,7 +13,7 @@ class DraftCounts:
     steps: Counter[int] = field(default_factory=Counter)
     """The number of steps by the number of drafted tokens verified."""
     num_unpaid: int = 0
-    """Steps without drafted tokens because the drafts that there were would not have paid."""
+    """Steps without drafted tokens because verifying the available drafts would not have paid."""
     saved_bytes: int = 0
     """Bytes of expert weights that drafting saved because accepted tokens shared experts, minus the
     bytes that only rejected tokens used; 0 if bytes are not counted."""
@@ -24,7 +24,10 @@ class DraftCounts:
         return self.steps.total() - self.steps[0]
 
     def add(self, num_drafted: int, *, is_unpaid: bool) -> None:
-        """Record a step."""
+        """Record a step that verifies `num_drafted` tokens.
+
+        `is_unpaid`: it verifies none, because the available drafts would not have paid.
+        """
         self.steps[num_drafted] += 1
         self.num_unpaid += is_unpaid
 

@@ -27,7 +27,7 @@ class Guess(NamedTuple):
 
 
 class DraftModel:
-    """A draft model; each sequence has the same slot number here as in the main model."""
+    """Drafts with a small model; a sequence has the same slot number here as in the main model."""
 
     needs_hidden = False
     """Whether the drafter reads the hidden states that enter the main model's output head."""
@@ -52,10 +52,11 @@ class DraftModel:
     def draft(
         self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
     ) -> dict[int, SureDraft]:
-        """Return drafts by slot; the slots then hold the sequences without drafted tokens.
+        """Return drafts by slot, for the sequences in `histories` whose next token can be guessed.
 
-        `most` limits each draft's number of tokens. A draft ends when the probability of all its
-        tokens together falls below `least`.
+        Afterwards the draft model's slots hold the sequences without drafted tokens. `most` limits
+        each draft's number of tokens. A draft ends when the probability of all its tokens together
+        falls below `least`.
         """
         pool = self._slots()
         drafts = {slot: [guess] for slot, guess in self._catch_up(pool, histories).items()}
@@ -76,7 +77,7 @@ class DraftModel:
     def _catch_up(
         self, pool: CpuSlotPool, histories: Mapping[int, Sequence[int]]
     ) -> dict[int, Guess]:
-        """Read the sequences' tokens that slots lack; return guesses of the next tokens."""
+        """Read the tokens that slots lack; return guesses of the sequences' next tokens by slot."""
         new = {}
         for slot, tokens in histories.items():
             shared = pool.usable(slot, num_shared(pool.held(slot), tokens))
@@ -85,13 +86,16 @@ class DraftModel:
         return dict(zip(new, read(pool, new), strict=True))
 
     def _writing_on(self, pool: CpuSlotPool, slots: Sequence[int]) -> AbstractContextManager[None]:
-        """Inside, drafted tokens may be appended to slots; at the end they are removed."""
+        """Return a context that removes the drafted tokens appended to slots inside it."""
         return pool.on_trial(slots)
 
     def _written_on(
         self, pool: CpuSlotPool, drafts: Mapping[int, Sequence[Guess]]
     ) -> dict[int, Guess]:
-        """Return guesses of the next token after drafts, which must all have the same length."""
+        """Read the last token of each draft; return guesses of the next tokens by slot.
+
+        All drafts must have the same length.
+        """
         lasts = {slot: guesses[-1].token for slot, guesses in drafts.items()}
         return dict(zip(lasts, _best(pool.decode(lasts)), strict=True))
 
@@ -102,7 +106,7 @@ class DraftModel:
         return self._pool
 
     def _possible(self, guesses: Sequence[Guess]) -> SureDraft:
-        """Return a draft up to the first token that the main model's vocabulary lacks."""
+        """Return the guesses as a draft; it ends before a token that the main model lacks."""
         known = [*takewhile(lambda guess: guess.token < self._num_tokens, guesses)]
         return SureDraft([guess.token for guess in known], [guess.sureness for guess in known])
 

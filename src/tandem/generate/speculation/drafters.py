@@ -1,4 +1,4 @@
-"""The drafters by name, each made for the model that verifies its drafts."""
+"""Makes drafters, by name, for the model that verifies their drafts."""
 
 import time
 import warnings
@@ -76,10 +76,10 @@ def _mtp(parts: DraftParts) -> DraftModel:
 
 
 def new_speculation(name: str, parts: DraftParts) -> Speculation | None:
-    """Return the speculation with a name: "none" (returns None), "auto" or the name of a drafter.
+    """Return the speculation for a name: "auto" or a drafter's name; None for "none".
 
-    Except for "none", it includes prompt look-up, and the draft model if `parts` has one. Raises
-    `ConfigError` for an unknown name. A drafter that cannot be made gives a `TandemWarning`.
+    It always includes prompt look-up, and the draft model if `parts` has one. Raises `ConfigError`
+    for an unknown name. A drafter that cannot be made is left out, with a `TandemWarning`.
     """
     if name == "none":
         return None
@@ -93,7 +93,10 @@ def new_speculation(name: str, parts: DraftParts) -> Speculation | None:
 
 
 def _costs(model: PreTrainedModel) -> StepCosts:
-    """Return a model's step costs before any measurement."""
+    """Return costs of a model's decode steps, to be measured while it runs.
+
+    With an expert cache, sizes without measurements are estimated from the experts that tokens use.
+    """
     runtime = runtime_of(model)
     cache = None if runtime is None else runtime.executor.cache
     if runtime is None or cache is None:

@@ -40,9 +40,9 @@ class MtpDrafter(DraftModel):
             main.on_hidden = self._note
 
     def _note(self, slot: int, first: int, hidden: Tensor) -> None:
-        """Record the output head's inputs for a slot's tokens from position `first` on.
+        """Record the output head's inputs `hidden` for a slot's tokens from position `first` on.
 
-        If there are more than `PROMPT_TOKENS`, all layers read them immediately.
+        If they are more than `PROMPT_TOKENS`, all MTP layers read their pairs immediately.
         """
         self._layers[0].note(slot, first, hidden)
         if len(hidden) > PROMPT_TOKENS and self._main is not None:

@@ -1,9 +1,10 @@
 """One MTP layer with slots of its own, and the pairs that it reads into them.
 
-For each position the first layer reads a pair: the next token, and the model's hidden state at this
-position. Layer i reads as its pair the token i places later, and the output of layer i - 1 at this
-position. A sequence's pairs may begin later than the sequence: positions are relative. Pairs are
-read when their tokens are certain; pairs of drafted tokens are read on trial.
+For each position a layer reads a pair of a token and a hidden state. The first layer, layer 0,
+reads the next token and the model's hidden state at the position; layer i reads the token i + 1
+positions later and the output of layer i - 1 at the position. A sequence's pairs may begin after
+its first position. Pairs are read for good when their tokens are certain; pairs of drafted tokens
+are read on trial, and removed from the slot after drafting.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ PROMPT_TOKENS = 32
 
 @dataclass(slots=True)
 class _Pairs:
-    """The pairs of one sequence: how many are read, and the hidden states of unread pairs."""
+    """The state of one sequence's pairs: how many are read, and hidden states of unread pairs."""
 
     start: int
     """Position of the slot's first pair."""
@@ -45,10 +46,13 @@ class _Pairs:
 
 
 class MtpLayer:
-    """One of a model's MTP layers; the first has depth 0."""
+    """Reads the pairs of one MTP layer into slots, and guesses the next tokens."""
 
     def __init__(self, new_pool: NewPool, embedding: MtpEmbedding, depth: int) -> None:
-        """Use slots of `new_pool`; `embedding` joins the token and the hidden state of a pair."""
+        """Use slots of `new_pool`; `embedding` joins the token and the hidden state of a pair.
+
+        `depth` is the layer's number; the first MTP layer has depth 0.
+        """
         self._new_pool, self._embedding, self._depth = new_pool, embedding, depth
         self._pool: CpuSlotPool | None = None
         self._pairs: dict[int, _Pairs] = {}
@@ -79,7 +83,8 @@ class MtpLayer:
     def note(self, slot: int, first: int, made: Tensor) -> None:
         """Append the hidden states `made` for a sequence's positions from `first` on.
 
-        Earlier entries from `first` on are dropped, in later MTP layers too.
+        Hidden states recorded before for these and later positions are dropped, in later MTP layers
+        too. If `first` does not follow the last recorded position, the pairs begin at `first`.
         """
         self._cut(slot, first)
         known = self._pairs.get(slot)
@@ -102,7 +107,10 @@ class MtpLayer:
             self.after._cut(slot, first)
 
     def read_certain(self, sequences: Mapping[int, Sequence[int]]) -> dict[int, Guess]:
-        """Read all unread pairs whose tokens are in `sequences`; return guesses of next tokens."""
+        """Read all unread pairs whose tokens are in `sequences` (tokens by slot).
+
+        Returns a guess of the next token for each slot that has read any.
+        """
         tokens: dict[int, Sequence[int]] = {}
         rows, firsts = [], {}
         for slot, sequence in sequences.items():
@@ -121,7 +129,8 @@ class MtpLayer:
     ) -> dict[int, Guess]:
         """Read on trial the unread pairs, then the pairs that layer `before` has read on trial.
 
-        `drafted` are the drafted tokens by slot. The slots must be on trial; the pairs stay unread.
+        `drafted` are the drafted tokens by slot. The slots must be in `CpuSlotPool.on_trial`; the
+        pairs still count as unread. Returns a guess of the next token for each slot.
         """
         tokens, rows = {}, []
         for slot, new in drafted.items():
@@ -131,12 +140,19 @@ class MtpLayer:
         return self._read(tokens, rows, None)
 
     def write_on(self, lasts: Mapping[int, int]) -> dict[int, Guess]:
-        """Read each slot's last drafted token with the layer's last output; return guesses."""
+        """Read each slot's last drafted token, with the layer's last output there as hidden state.
+
+        Returns a guess of the next token for each slot.
+        """
         rows = [self._last[slot] for slot in lasts]
         return self._read({slot: (last,) for slot, last in lasts.items()}, rows, None)
 
     def _go_on(self, slot: int, sequence: Sequence[int]) -> None:
-        """Cut a slot's read pairs to those whose tokens the sequence still has."""
+        """Keep the pairs that a slot has read up to the first token that differs from `sequence`.
+
+        Later pairs become unread again. If the slot cannot be cut there, it is emptied, and its
+        pairs begin at the first unread pair.
+        """
         assert self._pool is not None
         pool, pairs = self._pool, self._pairs[slot]
         held = pool.held(slot)[: pairs.num_read]
@@ -157,7 +173,7 @@ class MtpLayer:
         rows: Sequence[Tensor],
         firsts: Mapping[int, int] | None,
     ) -> dict[int, Guess]:
-        """Read pairs of some slots; return a guess after each slot's last pair.
+        """Read pairs (tokens by slot, hidden states in this order); return guesses of next tokens.
 
         `firsts` are the positions of the slots' first pairs; None: the pairs are read on trial.
         """

@@ -22,6 +22,6 @@ def load_small(path: Path) -> PreTrainedModel:
 
 
 def small_options(checkpoint: AnyCheckpoint) -> OffloadConfig:
-    """Return the options for loading a draft model."""
+    """Return the options for loading a draft model; its linear layers are not requantised."""
     dense_dtype = "none" if isinstance(checkpoint, Checkpoint) else "auto"
     return OffloadConfig(threads=1, dense_dtype=dense_dtype)

@@ -53,7 +53,8 @@ class Speculation:
     ) -> Drafts:
         """Return the drafted tokens that the next step should verify, by `best_plan`; often none.
 
-        `histories` are all tokens of the requests by slot; `rooms` limits their drafted tokens.
+        The drafts are by slot. `histories` are all tokens of each request that may have drafts, by
+        slot; `rooms` limits the number of its drafted tokens. `batch` requests decode in the step.
         """
         plan = best_plan(self.ways, NextStep(histories, rooms, batch, self.costs))
         drafts = plan.drafts() if plan is not None and plan.is_worth else {}
@@ -72,6 +73,6 @@ class Speculation:
             self.on_kept(num_tokens, num_kept)
 
     def forget(self, slot: int) -> None:
-        """Drop the state of a finished request."""
+        """Drop what drafters keep of the finished request in a slot."""
         for way in self.ways:
             way.forget(slot)

@@ -1,4 +1,4 @@
-"""Counts the bytes that multi-token steps read of resident experts, from the executor's events."""
+"""Estimates the relative cost of multi-token steps from the experts in an executor's events."""
 
 import contextlib
 import weakref
@@ -11,7 +11,7 @@ from tandem.policy.speculation.step_shape import TouchedExperts
 
 
 def touched_experts(executor: Executor, cache: ExpertCache) -> TouchedExperts:
-    """Return the statistics of an executor's steps, updated as long as they are referenced."""
+    """Return the shape of an executor's steps; it learns from events while it is referenced."""
     touched = TouchedExperts(lambda: cache.planner)
     listener = _listener(weakref.ref(touched))
     executor.listeners.append(listener)

@@ -50,7 +50,7 @@ def e2m1_magnitude(code: Tensor) -> Tensor:
 
 
 def nearest_codes(values: Tensor, fmt: WeightFormat) -> Tensor:
-    """Return the stored codes (uint8) whose values, before scaling, are nearest."""
+    """Return the stored codes (uint8) whose unscaled values are nearest to `values`."""
     encoding = fmt.encoding
     if not encoding.table:
         return values.round().clamp_(*encoding.codes).add_(encoding.offset).to(torch.uint8)
@@ -60,7 +60,7 @@ def nearest_codes(values: Tensor, fmt: WeightFormat) -> Tensor:
 
 
 def code_values(codes: Tensor, fmt: WeightFormat) -> Tensor:
-    """Return fp32 values before scaling, in memory of their own."""
+    """Return the unscaled fp32 values of stored codes, in memory of their own."""
     match fmt.encoding.element:
         case "e4m3":
             return codes.view(torch.float8_e4m3fn).float()

@@ -137,7 +137,7 @@ def unpack_expert(layout: ExpertLayout, buffer: Tensor) -> ExpertWeights:
 
 
 def half_rows(layout: ExpertLayout, half: int, is_interleaved: bool) -> slice:
-    """Return which rows of a checkpoint's first projection belong to a half."""
+    """Return which rows of a checkpoint's first projection belong to `half`, as in `up_half`."""
     inner = layout.intermediate_size
     if is_interleaved:
         return slice(half, None, layout.num_halves)
@@ -179,7 +179,7 @@ def round_down(
 def write_up_bias(
     layout: ExpertLayout, bias: Tensor, *, is_interleaved: bool, out: Tensor, name: str
 ) -> None:
-    """Write the first projection's bias, ordered as its rows, into a zeroed buffer."""
+    """Write the first projection's bias, in the checkpoint's row order, into a zeroed buffer."""
     _require_bias(layout, bias, f"{name}: the first projection")
     for half in range(layout.num_halves):
         biases, own = layout.up_bias_half(out, half), bias[half_rows(layout, half, is_interleaved)]

@@ -57,7 +57,7 @@ class FileBlocks:
         return [(self.rows.ctypes.data, self.rows.nbytes)]
 
     def rows_at(self, chosen: slice) -> "FileBlocks":
-        """Return a contiguous range of rows."""
+        """Return a contiguous range of rows; `ValueError` if `order` is set."""
         if self.order is not None:
             raise ValueError("rows in another order, expected those of the file")
         return replace(self, rows=self.rows[chosen])
@@ -71,7 +71,7 @@ class FileFields:
     `words` is (rows / 8, cols), and `places` has a nibble per row: the row's field in the word. The
     codes must have the format's width. `flip` is the mask of a code's bits that are inverted.
     `scales` and `minima` are (rows, groups), for fp8 (rows / 128, groups), rounded up; they may be
-    views that repeat. A group of theirs may cover several groups of the format. `factor` is as in
+    expanded views. One of their groups may cover several groups of the format. `factor` is as in
     `FileBlocks`.
     """
 
@@ -94,12 +94,12 @@ class FileFields:
         return self.shape[1]
 
     def extents(self) -> list[tuple[int, int]]:
-        """Return (address, bytes) of the memory that is read; views include the gaps."""
+        """Return (address, bytes) of each tensor's memory, including gaps between its values."""
         parts = (part for part in (self.words, self.scales, self.minima) if part is not None)
         return [(part.data_ptr(), _span(part)) for part in parts]
 
     def fit(self, fmt: WeightFormat) -> bool:
-        """Whether rows are whole words, and the scales' type converts to the format's."""
+        """Whether rows are whole words, and the dtype of scales can be converted to `fmt`'s."""
         has_bytes = fmt.encoding.scale in ("e8m0", "e4m3")
         numbers = [self.scales] if self.minima is None else [self.scales, self.minima]
         return self.num_cols * fmt.bits % 32 == 0 and all(
@@ -108,7 +108,7 @@ class FileFields:
         )
 
     def rows_at(self, chosen: slice) -> "FileFields":
-        """Return the chosen rows; no two rows may share words or scales."""
+        """Return the chosen rows; `ValueError` if rows share words or scales with other rows."""
         if self.places or len(self.scales) != self.num_rows:
             raise ValueError("rows that share words or scales, expected some for each")
         words, minima = self.words[chosen], self.minima

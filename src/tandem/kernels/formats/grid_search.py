@@ -61,7 +61,7 @@ def round_to_lines(
 
 
 class _GridWeights:
-    """A matrix's magnitudes, with functions for the error of lines."""
+    """The magnitudes of a matrix; chooses lines, scales and factors for them by their error."""
 
     def __init__(self, x: Tensor, importance: Tensor | None, fmt: WeightFormat) -> None:
         encoding, self.cols = fmt.encoding, x.shape[2]
@@ -90,11 +90,14 @@ class _GridWeights:
 
     @cached_property
     def along(self) -> Tensor:
-        """Return each line's products with the weights, (rows, places, lines)."""
+        """Return the sum of each line's products with the weights, (rows, places, lines)."""
         return self._sums(self.weighed.unflatten(1, (-1, self._line_cols)), self.magnitudes)
 
     def _sums(self, weights: Tensor, numbers: Tensor) -> Tensor:
-        """Sum (rows, places, line_cols) times (lines, line_cols) by halves, as native tables do."""
+        """Return `weights` (rows, places, line_cols) times `numbers` (lines, line_cols), summed.
+
+        Each half of a line's columns is summed first, as in the native code.
+        """
         halves = []
         for columns in torch.arange(self._line_cols, device="cpu").chunk(2):
             first, *others = columns.tolist()
@@ -108,7 +111,7 @@ class _GridWeights:
         return of_groups.repeat_interleave(self.cols // self._line_cols, dim=1)
 
     def errors(self, scales: Tensor) -> Tensor:
-        """Return half of the best lines' error at (rows, groups) scales."""
+        """Return half the error of each group at scales (rows, groups), with the best lines."""
         halves = self._by_place(scales * 0.5)[..., None]
         least = (halves * self.squares - self.along).amin(-1)
         in_group = least.unflatten(1, (scales.shape[1], -1))
@@ -122,7 +125,7 @@ class _GridWeights:
         return scales.gather(0, errors.argmin(0, keepdim=True))[0]
 
     def best_steps(self, fit: _Fit) -> Tensor:
-        """Return the better of a fit's steps and their neighbours."""
+        """Return the best step of each group among the fit's step and its two neighbours."""
         steps = torch.stack([(fit.steps + more).clamp(0, _STEPS - 1) for more in (-1, 0, 1)])
         factor = fit.factor.repeat_interleave(_SUPER_COLS // self.cols, dim=1)
         errors = torch.stack([self.errors(factor * (2 * one + 1)) for one in steps])
@@ -132,7 +135,7 @@ class _GridWeights:
         return torch.where(errors[2] < least, steps[2], below)
 
     def fit_scales(self, scales: Tensor) -> _Fit:
-        """Convert (rows, groups) scales to steps of a factor, and choose lines."""
+        """Return a fit with the best lines for scales (rows, groups), rounded to steps."""
         groups = _SUPER_COLS // self.cols
         largest = scales.unflatten(1, (-1, groups)).amax(-1)
         factor = (largest / (2 * _STEPS - 1)).half().float()
@@ -141,7 +144,7 @@ class _GridWeights:
         return self.choose_lines(factor, steps)
 
     def choose_lines(self, factor: Tensor, steps: Tensor) -> _Fit:
-        """Return the best lines at these scales, and the factor that fits them all best."""
+        """Return a fit with the best lines at these scales, and then the best factor for them."""
         multiple = self._by_place(2 * steps + 1)
         places = _SUPER_COLS // self._line_cols
         half = multiple * factor.repeat_interleave(places, dim=1) * 0.5
@@ -163,8 +166,9 @@ class _GridWeights:
 def _without_signs(sizes: Tensor, signs: Tensor, *, is_even: bool) -> tuple[Tensor, Tensor]:
     """Return weighted magnitudes (rows, cols) and signs.
 
-    If each eight columns must have an even number of negative signs and have an odd number, the
-    weight of least weighted magnitude gets the wrong sign, and its magnitude is made negative.
+    If `is_even`, the format needs an even number of negative signs in each eight columns. Where it
+    is odd, the sign of the weight of least weighted magnitude is inverted, and its magnitude is
+    made negative.
     """
     if not is_even:
         return sizes, signs.long()

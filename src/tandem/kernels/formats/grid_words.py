@@ -37,7 +37,11 @@ def read_words(fmt: WeightFormat, words: Tensor) -> tuple[Tensor, Tensor, Tensor
 def write_words(
     fmt: WeightFormat, codes: Tensor, scales: Tensor, factors: Tensor | None, name: str = "weight"
 ) -> Tensor:
-    """Invert `read_words`; `ModelError` with `name` for codes that form no line of the grid."""
+    """Return the words (rows, words) int32 that hold these codes, scales and factors.
+
+    It is the inverse of `read_words`. Raises `ModelError` with `name` for codes that form no line
+    of the grid.
+    """
     grid = _grid(fmt)
     stored = codes.long().unflatten(1, (-1, _SUPER_COLS))
     numbers = _joined(stored & ((1 << grid.sign_bit) - 1), grid.line_cols, grid.line_bits)
@@ -90,7 +94,7 @@ def _numbers_of_lines(fmt: WeightFormat) -> Tensor:
 
 
 def _places(field: BitField, count: int) -> tuple[Tensor, Tensor]:
-    """Return each number's word and its bit in that word."""
+    """Return, for each of `count` numbers, the index of its word and its first bit in the word."""
     at = torch.tensor([field.at(number) for number in range(count)], device="cpu")
     return at // 32, at % 32
 
@@ -115,14 +119,14 @@ def spread(packed: Tensor, count: int, bits: int) -> Tensor:
 
 
 def _joined(numbers: Tensor, count: int, bits: int) -> Tensor:
-    """Undo `spread`."""
+    """Undo `spread`: pack (rows, supers, n * count) numbers to (rows, supers, n)."""
     shifts = torch.arange(0, count * bits, bits, device="cpu")
     joined: Tensor = numbers.unflatten(2, (-1, count)) << shifts
     return joined.sum(-1)
 
 
 def _eight_signs(grid: Grid, signs: Tensor) -> Tensor:
-    """Return the signs of eight columns, a bit each."""
+    """Return one byte for each eight columns, a sign per bit, from the stored sign bits."""
     if grid.signs.width == 1:
         return signs * 255
     if grid.signs.width == 7:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BitField:
-    """A bit field in a row's words of 256 columns; no number crosses two words."""
+    """The places of equally wide numbers in the words of 256 columns; none crosses two words."""
 
     base: int
     fours: int

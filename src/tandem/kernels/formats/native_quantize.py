@@ -18,7 +18,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Rounding(NamedTuple):
-    """Weights (rows, cols), of any stride, and the blocks that they fill."""
+    """A job: round weights (rows, cols), of any stride, into the blocks that they fill."""
 
     blocks: MatrixBlocks
     format: WeightFormat

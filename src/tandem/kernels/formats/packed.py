@@ -84,7 +84,7 @@ def write_weight(
     has_search: bool = True,
     name: str = "weight",
 ) -> None:
-    """Round (rows, cols) weights, of any stride, into the blocks that they fill."""
+    """Round (rows, cols) weights, of any stride, into the blocks that they fill; see `pack`."""
     write_weights([Rounding(blocks, fmt, weight, name, importance)], has_search=has_search)
 
 

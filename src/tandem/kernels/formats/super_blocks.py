@@ -22,7 +22,7 @@ def round_to_supers(
     *,
     is_stretched: bool,
 ) -> CodedMatrix:
-    """Return the codes of (rows, groups, group_size) weights for the best of some fits.
+    """Return the codes of weights (rows, groups, group_size), by the best of several fits.
 
     A fit is a scale for each group, (rows, groups), and perhaps a minimum. Both are rounded to
     bytes times a super-scale, and the weights are rounded with the result. Each super-block uses
@@ -79,7 +79,7 @@ def _round(x: Tensor, scales: Tensor, minima: Tensor | None, fmt: WeightFormat) 
 
 
 def _two_levels(values: Tensor, fmt: WeightFormat) -> tuple[Tensor, Tensor]:
-    """Round (rows, groups) to bytes times an fp16 factor of each super-block."""
+    """Round values (rows, groups) to int8 steps times an fp16 factor; return steps and factors."""
     encoding = fmt.encoding
     assert encoding.scale is not None
     assert fmt.group_size is not None
@@ -105,7 +105,7 @@ def _error(x: Tensor, coded: CodedMatrix, importance: Tensor | None, fmt: Weight
 
 
 def _by_super(sums: Tensor, fmt: WeightFormat) -> Tensor:
-    """Return groups' sums (rows, groups) by super-block: (rows, supers)."""
+    """Add up the sums of a super-block's groups: (rows, groups) to (rows, supers)."""
     assert fmt.group_size is not None
     supers: Tensor = sums.unflatten(1, (-1, fmt.encoding.super_cols // fmt.group_size))
     return supers.sum(-1)

@@ -218,7 +218,7 @@ class WeightFormat:
         return -(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
 
     def padded_cols(self, cols: int) -> int:
-        """Round up to whole groups."""
+        """Round up to a multiple of `col_multiple`."""
         return -(-cols // self.col_multiple) * self.col_multiple
 
     def data_bytes(self, rows: int, cols: int) -> int:
@@ -262,7 +262,7 @@ def formats_of(fmt: ExpertFormat) -> tuple[WeightFormat, WeightFormat]:
 
 
 def expert_format(up: WeightFormat, down: WeightFormat) -> ExpertFormat:
-    """Return one format for both projections, or a mixed one."""
+    """Return `up` if both projections have this format, otherwise a `MixedFormat`."""
     return up if up == down else MixedFormat(up, down)
 
 
@@ -313,7 +313,7 @@ def find_expert_format(name: str) -> ExpertFormat:
 
 
 def find_format(name: str) -> WeightFormat:
-    """Return the format of a name or alias, in any case; `ConfigError` lists similar names."""
+    """Return the format of a name or alias, ignoring case; `ConfigError` lists similar names."""
     by_name, lower = {fmt.name: fmt for fmt in FORMATS}, name.lower()
     try:
         return by_name[ALIASES.get(lower, lower)]

@@ -16,7 +16,10 @@ _MOST_SCORE_BYTES = 64 << 20
 
 
 def visible(place: Tensor, position: Tensor, window: int, chunk: int = 0) -> Tensor:
-    """Tell which positions the token at `place` sees: in its window and its own chunk."""
+    """Return a mask of the positions that the token at `place` sees: in its window and its chunk.
+
+    `window` and `chunk` are sizes; 0: no limit.
+    """
     seen = position <= place
     if chunk:
         seen = seen & (position >= place // chunk * chunk)
@@ -24,7 +27,10 @@ def visible(place: Tensor, position: Tensor, window: int, chunk: int = 0) -> Ten
 
 
 def by_query_head(selected: Tensor | None, group: int) -> Tensor | None:
-    """Expand a mask of KV heads, (n_tokens, heads, positions), to a mask of query heads."""
+    """Turn a mask (n_tokens, KV heads, positions) into one (query heads, n_tokens, positions).
+
+    A mask without heads, or None, is returned as it is.
+    """
     if selected is None or selected.dim() == 2:
         return selected
     return selected.repeat_interleave(group, 1).transpose(0, 1)
@@ -74,7 +80,7 @@ def attention_in_pieces(
 
 
 def _of_queries(tensor: Tensor, some: slice) -> Tensor:
-    """Return the part of (..., n, m) for some queries; with n = 1 all queries share it."""
+    """Return a tensor (..., n, m) for some queries only; unchanged if n = 1, as all share it."""
     return tensor if tensor.shape[-2] == 1 else tensor[..., some, :]
 
 

@@ -60,11 +60,12 @@ class StaticKvCache(SlotCache):
         state_kernels: StateKernels | None = None,
         stream_kernels: StreamKernels | None = None,
     ) -> None:
-        """Hold `num_slots` slots of `capacity` tokens; `make_room` frees memory if it can.
+        """Hold `num_slots` slots of `capacity` tokens in the memory of `device`.
 
-        Keys and values are stored in `kv_dtype`. In decode steps, `kernels` attend,
-        `window_kernels` attend to windows with compressed keys, `state_kernels` advance states, and
-        `stream_kernels` mix residual streams. Where these are None, torch computes instead.
+        If memory is short, `make_room` is called; it must return whether it freed any. Keys and
+        values are stored in `kv_dtype`. In decode steps, `kernels` attend, `window_kernels` attend
+        to windows with compressed keys, `state_kernels` advance states, and `stream_kernels` mix
+        residual streams. Where these are None, torch computes instead.
         """
         super().__init__(num_slots)
         self.stream_kernels = stream_kernels
@@ -122,7 +123,10 @@ class StaticKvCache(SlotCache):
 
     @property
     def form(self) -> tuple[int, bool, bool]:
-        """The properties on which a captured step depends besides its size; fixed with kernels."""
+        """The attended length, whether token i reads slot i, and whether states have logs.
+
+        A captured step is valid for one size and form. With kernels the form does not change.
+        """
         return self.attended_length, self._is_aligned, self.states.have_log
 
     def begin_decode(self, counts: Mapping[int, int], num_tokens: int) -> None:
@@ -377,7 +381,7 @@ def _rounded(tokens: int) -> int:
 
 
 def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return what a tensor is for a message: keys and values have four dimensions."""
+    """Describe a tensor for an error message; one with four dimensions holds keys and values."""
     if len(shape) == 4:
         return f"a KV cache of {shape[0]} slots of {shape[2]} tokens"
     return f"{format_bytes(math.prod(shape) * dtype.itemsize)} of sequence slots"

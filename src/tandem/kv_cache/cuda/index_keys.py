@@ -139,16 +139,16 @@ def num_keys(length: int, block: int) -> int:
 
 
 def whole_keys(places: Tensor, block: int, length: int) -> Tensor:
-    """Return the numbers (n_tokens, keys) of keys, with -1 for keys of blocks not yet whole.
+    """Return the numbers (n_tokens, keys) of the keys of whole blocks; -1 for other keys.
 
-    Tokens see these keys if no key is left out.
+    Tokens see all of these keys unless an indexer selects some.
     """
     seen = are_whole(places, block, length)
     return torch.where(seen, torch.arange(seen.shape[1], device=places.device), -1)
 
 
 def are_whole(places: Tensor, block: int, length: int) -> Tensor:
-    """Tell which keys of `length` positions tokens see if they see all keys of whole blocks."""
+    """Return a mask (n_tokens, keys) of the keys whose blocks are whole at each token's place."""
     numbers = torch.arange(num_keys(length, block), device=places.device)
     return numbers < ((places + 1) // block)[:, None]
 
@@ -184,10 +184,10 @@ def _visible(places: Tensor, selection: Selection, length: int) -> Tensor:
 
 
 def _seen(scores: Tensor, places: Tensor, selection: Selection, length: int) -> Tensor:
-    """Tell which of `length` positions tokens see, by scores of blocks (n_tokens, n_blocks).
+    """Return a mask of which of `length` positions tokens see, by scores (n_tokens, n_blocks).
 
-    They see the best whole blocks and the positions after these blocks, up to their own. If keys
-    are selected, tell which keys tokens see.
+    Tokens see the best whole blocks, and the positions after the last whole block up to their own.
+    If keys are selected, the mask is of keys.
     """
     num_blocks, block = scores.shape[1], selection.block
     num_whole = (places + 1) // block

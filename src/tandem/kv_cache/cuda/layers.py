@@ -28,11 +28,11 @@ _INVENTED_SPREAD = 0.1
 
 
 class DecodeKernels(Protocol):
-    """Kernels that append tokens to their slots and attend in decode steps: (n_tokens, heads, dim).
+    """Kernels that store the keys and values of a decode step's tokens, and attend.
 
-    Queries, keys and values are (heads, n_tokens, dim); `where` and `kind` belong to the layer. A
-    slot may have several tokens, each of which sees the tokens before it. See
-    `triton_kernels.decode_attention`.
+    Queries, keys and values are (heads, n_tokens, dim), results (n_tokens, heads, dim); `where` and
+    `kind` are attributes of the layer's `LayerMemory`. A slot may have several tokens, each of
+    which sees the tokens before it. See `triton_kernels.decode_attention`.
     """
 
     def __call__(
@@ -87,8 +87,9 @@ class DecodeKernels(Protocol):
         most: int,
         length: int,
     ) -> Tensor:
-        """Store tokens' index keys, and select (n_tokens, most), as `DeviceIndexKeys.of_step` does.
+        """Store tokens' index keys; return the numbers (n_tokens, most) of the selected keys.
 
+        See `DeviceIndexKeys.of_step`.
         `keys` is (slots, room, dim) fp32, one key per `block` of positions; the keys of the first
         `length` positions are scored. `key` is (n_tokens, dim), `query` (n_tokens, heads, dim),
         `weights` (n_tokens, heads).
@@ -106,7 +107,7 @@ class DecodeKernels(Protocol):
         most: int,
         first: int,
     ) -> Tensor:
-        """Tell which of a slot's `keys` (keys, dim) a prompt's tokens see: (n_tokens, keys).
+        """Return a mask (n_tokens, keys) of a slot's `keys` (keys, dim) that a prompt's tokens see.
 
         The tokens must be at consecutive `positions` (n_tokens,), from `first` on, and their keys
         must have been stored. The other arguments are as in `select_keys`.

@@ -54,14 +54,14 @@ def attend_to_latents(call: AttentionCall, keys: Tensor, values: Tensor) -> Tens
 def _seen_by_last(
     query: Tensor, total: int, window: int, selected: Tensor | None, chunk: int = 0
 ) -> Tensor:
-    """Return a mask (n, total) of what queries see, which are the last of `total` positions."""
+    """Return a mask (n, total) of what n queries see; the queries are the last positions."""
     place = torch.arange(total - query.shape[1], total, device=query.device)[:, None]
     seen = visible(place, torch.arange(total, device=query.device)[None], window, chunk)
     return seen if selected is None else seen & selected
 
 
 def _bias_of_last(bias: DistanceBias, total: int) -> BiasOf:
-    """Return a function of the bias for some queries, which are the last of `total` positions."""
+    """Return the bias as a function of a range of queries; the queries are the last positions."""
     positions = torch.arange(total, device=bias.states.device)
     own = positions[total - bias.states.shape[1] :, None]
 

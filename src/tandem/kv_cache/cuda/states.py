@@ -46,7 +46,7 @@ class DeviceLayer:
 
 
 class _Part(NamedTuple):
-    """Tokens that are processed together."""
+    """Tokens of a forward over which one call advances states."""
 
     tokens: SlotTokens
     places: StepPlaces | Segment

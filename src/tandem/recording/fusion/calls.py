@@ -35,7 +35,7 @@ _MAX_MATRICES = 8  # in one call
 
 
 def find_dense_groups(graph: Graph) -> Iterator[Found]:
-    """Find products of packed matrices with the same input, which is then rounded only once."""
+    """Find products of packed matrices with the same input, so that it is rounded only once."""
     groups: dict[object, list[Operation]] = {}
     for operation in graph.operations:
         if operation.name == DENSE:
@@ -82,10 +82,10 @@ class _Call(NamedTuple):
 
 
 def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
-    """Match a decode step's attention, for tensors (heads, n_tokens, dim) that are dense in `dim`.
+    """Return the native call of a decode step's attention; None if the tensors do not fit it.
 
-    After queries, keys and values, the call may have an `AttentionCall`'s
-    `optional_tensors`.
+    Queries, keys and values must be (heads, n_tokens, dim), contiguous in `dim`. After them, the
+    operation may have an `AttentionCall`'s `optional_tensors`.
     """
     cache, attention, *refs = operation.args
     tensors = [graph.tensor(ref) for ref in refs]
@@ -105,7 +105,7 @@ def _attention(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | Non
 
 
 def _states(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
-    """Match the steps of convolutions and of linear attention."""
+    """Return the native call that advances a layer's states: convolutions, linear attention."""
     cache, layer, *refs = operation.args
     tokens = StateTokens(cache.slots, cache.positions, have_drafts=True)  # a decode step
 
@@ -116,9 +116,10 @@ def _states(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 
 def _selection(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
-    """Match the selections of indexers in a decode step, if the call does not pool keys.
+    """Return the native call of an indexer's selection in a decode step; None if it pools keys.
 
-    Keys are (n, dim), queries (n, heads, dim), weights (if any) (n, heads).
+    Keys must be (n_tokens, dim), queries (n_tokens, heads, dim), and weights, if any, (n_tokens,
+    heads), in fp32 or bf16; otherwise None.
     """
     cache, new, *tensors = operation.args
     refs = [ref for ref in tensors if ref is not None]
@@ -141,7 +142,7 @@ def _selection(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | Non
 
 
 def _rows(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
-    """Match rows that are read from packed embeddings."""
+    """Return the native call that reads rows of a packed embedding."""
     owner, weight, _dtype, numbers = operation.args
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
@@ -152,7 +153,10 @@ def _rows(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 
 def _groups(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
-    """Match the products of packed matrices that each have an input of their own."""
+    """Return the native call of products of packed matrices, each with an input of its own.
+
+    None if the inputs are not contiguous in their last dimension.
+    """
     owner, weights, x = operation.args
     if graph.tensor(x).stride(-1) != 1:
         return None
@@ -165,7 +169,7 @@ def _groups(graph: Graph, operation: Operation, _: CpuThreads) -> _Call | None:
 
 
 def _mix_in(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
-    """Match the computation of a layer's input from residual streams."""
+    """Return the native call that computes a layer's input from residual streams."""
     owner, connection, *refs = operation.args
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
@@ -176,7 +180,7 @@ def _mix_in(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 
 def _mix_out(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
-    """Match the update of residual streams by a layer's output."""
+    """Return the native call that updates residual streams by a layer's output."""
     owner, *refs = operation.args
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
@@ -188,7 +192,7 @@ def _mix_out(graph: Graph, operation: Operation, _: CpuThreads) -> _Call:
 
 
 def _experts(graph: Graph, operation: Operation, threads: CpuThreads) -> _Call | None:
-    """Match a layer's experts if the kernels can compute them in one native call."""
+    """Return the native call of a layer's experts; None if the kernels do not support the layer."""
     layer, *refs, functions = operation.args
     tensors = [graph.tensor(ref) for ref in refs]
     call = routed_call(threads, operation.function, layer, functions, *tensors)

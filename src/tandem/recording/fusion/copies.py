@@ -23,7 +23,7 @@ _FILLINGS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones_like": 1.0
 
 
 def match_copy(graph: Graph, operation: Operation) -> Small | None:
-    """Match an operation that only moves values or fills memory."""
+    """Return the native form of an operation that only copies or fills; None for others."""
     result = operation.outputs[0] if len(operation.outputs) == 1 else None
     if result is None or graph.tensor(result).dtype not in ELEMENT_DTYPES:
         return None
@@ -109,7 +109,10 @@ def _laid_out(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _repeated(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """View each dimension of the result as repetitions and repeated part."""
+    """Return views of `x` and `out` that have two dimensions for each dimension of `out`.
+
+    They are the repetitions (1 in `x`) and the repeated size.
+    """
     lead = out.dim() - x.dim()
     shape = (*[1] * lead, *x.shape)
     pairs = [(o // s if s else 0, s) for o, s in zip(out.shape, shape, strict=True)]

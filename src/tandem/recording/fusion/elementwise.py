@@ -37,7 +37,10 @@ _Operand = Ref | float
 
 
 def match_elementwise(graph: Graph, operation: Operation) -> Small | None:
-    """Match an operation whose operands broadcast to its result, also an operation in place."""
+    """Return the native form of an elementwise operation, also one in place; None for others.
+
+    Its operands may broadcast to its result.
+    """
     result = operation.outputs[0]
     is_in_place = operation.has_effects
     if result is None or len(operation.outputs) != 1:
@@ -56,7 +59,7 @@ def match_elementwise(graph: Graph, operation: Operation) -> Small | None:
 
 
 def match_cast(graph: Graph, operation: Operation) -> Small | None:
-    """Match a conversion to another dtype that makes a new tensor."""
+    """Return the native form of a dtype conversion that makes a new tensor; None for others."""
     if operation.name not in CASTS or operation.has_effects:
         return None
     source, result = operation.args[0], operation.outputs[0]

@@ -46,17 +46,17 @@ class Graph:
 
     @property
     def has_replaced(self) -> bool:
-        """Tell whether a group has been replaced."""
+        """Whether a group has been replaced."""
         return bool(self._replaced)
 
     def made_by(self, ref: object, name: str) -> Operation | None:
-        """Return the operation named `name` that makes a tensor without effects; None if none."""
+        """Return a tensor's maker if it is named `name` and has no effects; else None."""
         operation = self.maker.get(ref) if isinstance(ref, Ref) else None
         is_it = operation is not None and operation.name == name and not operation.has_effects
         return operation if is_it else None
 
     def only_user(self, ref: Ref | None, name: str) -> Operation | None:
-        """Return the operation named `name` that alone reads a tensor; None if there is none."""
+        """Return the only operation that reads a tensor, if it is named `name`; else None."""
         users = self.users.get(ref, []) if ref is not None else []
         return users[0] if len(users) == 1 and users[0].name == name else None
 
@@ -126,7 +126,7 @@ def replaced(
     fixed: set[int],
     dtypes: Container[torch.dtype],
 ) -> list[Operation]:
-    """Return the operations with all groups replaced that the finders find, one after another."""
+    """Apply the finders one after another; return the operations with all found groups replaced."""
     graph = Graph(operations, tensors, fixed, dtypes)
     for finder in finders:
         for group, fused in finder(graph):

@@ -12,7 +12,10 @@ from tandem.recording.recorder import Operation, Ref
 
 
 def match_lookup(graph: Graph, operation: Operation) -> Small | None:
-    """Match an operation that reads or writes at int64 indices along one dimension."""
+    """Return the native form of an indexed read or write; None for other operations.
+
+    These are embedding, index, gather and scatter with int64 indices along one dimension.
+    """
     result = operation.outputs[0]
     if result is None or operation.kwargs:
         return None

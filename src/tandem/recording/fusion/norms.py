@@ -56,9 +56,10 @@ def _match_norm(graph: Graph, root: Operation, make: MakeNorm) -> Found | None:
 def _follow(
     graph: Graph, chain: list[Operation], source: Ref
 ) -> tuple[list[Operation], Tensor | None, bool] | None:
-    """Match the operations after the scaling: rounding and the weight, in any order.
+    """Extend a norm's chain by the operations after it: rounding and the weight, in any order.
 
-    Returns the whole chain, the weight in fp32, and whether rounding comes before the weight.
+    Returns the whole chain, the weight in fp32 (None: there is none), and whether rounding comes
+    before the weight. Returns None if the norm's input or result is not supported.
     """
     x = graph.tensor(source)
     if x.dtype not in graph.dtypes or row_stride(x) is None:

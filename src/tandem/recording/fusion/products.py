@@ -14,7 +14,10 @@ _MOST_VALUES = 1 << 21
 
 
 def match_product(graph: Graph, operation: Operation) -> Small | None:
-    """Match a product with (..., depth, columns), or with a layer's weight (columns, depth)."""
+    """Return the native form of a product with a small second matrix; None for others.
+
+    The second matrix is (..., depth, columns), or the weight of a linear layer, (columns, depth).
+    """
     refs = [ref for ref in operation.args if ref is not None]
     result = operation.outputs[0]
     if operation.kwargs or result is None or not all(isinstance(ref, Ref) for ref in refs):

@@ -1,8 +1,8 @@
-"""Finds choices of routers that rank experts not by their weights: with biases, and by groups.
+"""Finds routers' choices by other numbers than the experts' weights: with biases, and by groups.
 
-As in DeepSeek-V3, GLM-4 and MiniMax: each expert has a score, and its rank is score + bias. Perhaps
-only the groups of experts with the greatest sums of best ranks are kept. The experts with the
-greatest ranks are chosen; their scores are their weights.
+As in DeepSeek-V3, GLM-4 and MiniMax: each expert has a score, and its rank is score + bias. Some
+models first drop all groups of experts but those with the greatest sums of best ranks. The experts
+with the greatest ranks are chosen; their scores are their weights.
 """
 
 import math
@@ -21,7 +21,7 @@ from tandem.recording.recorder import Operation, Ref
 
 
 class _Groups(NamedTuple):
-    """How groups limit the choice: the number of groups, of kept groups, and of ranks in a sum."""
+    """How groups limit the choice: numbers of all groups, of kept groups, of ranks in each sum."""
 
     groups: int = 1
     kept: int = 1
@@ -37,7 +37,7 @@ class _Weights(NamedTuple):
 
 
 def find_ranked_choices(graph: Graph, threads: CpuThreads) -> Iterator[Found]:
-    """Find choices by ranks around each gather of scores."""
+    """Find routers' choices by ranks, each around its gather of scores."""
     return graph.found_around("gather", lambda gathered: _match(graph, gathered, threads))
 
 
@@ -74,7 +74,10 @@ def _match(graph: Graph, gathered: Operation, threads: CpuThreads) -> Found | No
 
 
 def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Groups] | None:
-    """Match the selection of groups: sums of best ranks, top-k of the sums, a mask of the rest."""
+    """Return the operations that select groups of experts, and their numbers; None if unknown.
+
+    These are sums of best ranks, a top-k of the sums, and a mask of the groups not selected.
+    """
     if masked.args[2] != -math.inf:  # otherwise masked experts could still be chosen
         return None
     chain: list[Operation] = [masked]
@@ -111,7 +114,10 @@ def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Gr
 
 
 def _follow(graph: Graph, gathered: Operation) -> tuple[list[Operation], _Weights]:
-    """Match the division of the weights by their sum and the multiplication by a factor, if any."""
+    """Return the operations on the chosen scores, from `gathered` on, and what they compute.
+
+    After `gathered` there may be a division by the sum and a multiplication by a factor.
+    """
     chain, values = [gathered], gathered.outputs[0]
     weights = _Weights()
     users = graph.users.get(values, []) if values is not None else []

@@ -15,7 +15,7 @@ _KINDS = {"sum": 0, "mean": 1, "amax": 2, "amin": 3, "max": 2, "min": 3, "linalg
 
 
 def match_reduction(graph: Graph, operation: Operation) -> Small | None:
-    """Match an operation along one dimension of fp32 or bf16 values."""
+    """Return the native form of an operation along one dimension of floats; None for others."""
     source, out = operation.args[0] if operation.args else None, operation.outputs[0]
     if not isinstance(source, Ref) or out is None or operation.has_effects:
         return None

@@ -98,7 +98,7 @@ def _match_pairs(graph: Graph, real: Operation, threads: CpuThreads) -> Found | 
 
 
 def _pairs_heads(graph: Graph, source: Ref, turns_ref: object, result: Ref | None) -> int | None:
-    """Return the number of the heads' dimension; None if the embedding is not supported.
+    """Return the index of the heads' dimension; None if the embedding is not supported.
 
     The complex numbers must be (tokens, 1, 1, pairs).
     """
@@ -138,9 +138,9 @@ def _are_halves(graph: Graph, source: Ref, low: Operation, high: Operation) -> b
 
 
 def _heads_dimension(graph: Graph, source: Ref, cos_ref: object, sin_ref: object) -> int | None:
-    """Return the heads' dimension of a tensor (tokens, heads, 1, dim) or (tokens, 1, heads, dim).
+    """Return the index of the heads' dimension; None if the embedding is not supported.
 
-    Returns None if the embedding is not supported.
+    The tensor `source` must be (tokens, heads, 1, dim) or (tokens, 1, heads, dim).
     """
     if not (isinstance(cos_ref, Ref) and isinstance(sin_ref, Ref)):
         return None
@@ -158,7 +158,7 @@ def _heads_dimension(graph: Graph, source: Ref, cos_ref: object, sin_ref: object
 
 
 def _heads_of_any(graph: Graph, source: Ref, cos_ref: object, sin_ref: object) -> int | None:
-    """Return the heads' dimension like `_heads_dimension`, also for (1, heads, n_tokens, dim)."""
+    """Return the same as `_heads_dimension`, also for a tensor (1, heads, n_tokens, dim)."""
     found = _heads_dimension(graph, source, cos_ref, sin_ref)
     if found is not None or not (isinstance(cos_ref, Ref) and isinstance(sin_ref, Ref)):
         return found

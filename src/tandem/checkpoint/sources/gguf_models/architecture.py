@@ -49,7 +49,7 @@ class Architecture:
     """Whether some files of this architecture have no experts."""
 
     def recipe(self, parameter: str, has: Callable[[str], bool]) -> Recipe | None:
-        """Return how to make a parameter, named within its layer; None if that is impossible.
+        """Return the recipe for a parameter, named within its layer; None if the file has none.
 
         `has` tells whether the file has a tensor.
         """
@@ -61,7 +61,7 @@ class Architecture:
 
 
 def _found(names: Names, parameter: str) -> Sequence[Recipe]:
-    """Return the recipes of the longest key that a parameter's name ends with."""
+    """Return the recipes of the longest key that ends a parameter's name; empty if none does."""
     parts = parameter.split(".")
     for start in range(len(parts)):
         whole = ".".join(parts[start:])
@@ -80,7 +80,7 @@ def _with_kind(entry: str | Recipe, suffix: str) -> Recipe:
 
 
 def less_one(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
-    """Return a norm's weight, which llama.cpp stores plus one."""
+    """Return the weight of a norm; llama.cpp stores this weight plus one."""
     (weight,) = parts
     return weight.float() - 1
 

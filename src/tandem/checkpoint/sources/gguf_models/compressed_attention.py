@@ -76,7 +76,10 @@ def _compression(header: GgufHeader) -> tuple[list[str], dict[str, int]]:
 
 
 def _limit(header: GgufHeader) -> float | None:
-    """Return the clamp of gate and up; Transformers has a single clamp for all layers."""
+    """Return the limit at which gate and up are clamped; None if there is none.
+
+    Raises `UnsupportedModelError` for several limits, as Transformers has one for all layers.
+    """
     limits: set[float] = set()
     for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
         value = header.value(key, [])

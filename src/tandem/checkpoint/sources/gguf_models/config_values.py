@@ -101,14 +101,15 @@ def widths(header: GgufHeader, experts: str = "num_experts") -> dict[str, object
 
 
 def windowed_layers(windows: Sequence[object]) -> list[str]:
-    """Return the layer types of a model in which some layers attend within a window."""
+    """Return "sliding_attention" for each layer with a window, "full_attention" without one."""
     return ["sliding_attention" if window else "full_attention" for window in windows]
 
 
 def layer_types(header: GgufHeader, **marks: str) -> list[str]:
-    """Return each layer's type, by the first tensor of `marks` that the layer has.
+    """Return each layer's type: that of the first tensor in `marks` that the layer has.
 
-    A layer without any of these tensors has full attention.
+    `marks` maps names of tensors to types. A layer without any of these tensors has the type
+    "full_attention".
     """
     layers = [f"blk.{layer}." for layer in range(num_layers(header))]
     return [
@@ -126,7 +127,7 @@ def head_dim(header: GgufHeader) -> int:
 
 
 def rope(header: GgufHeader) -> dict[str, object]:
-    """Return the parameters of the rotary embedding."""
+    """Return the config's `rope_parameters`; `ModelError` for scaling other than YaRN or linear."""
     parameters = {"rope_type": "default", "rope_theta": float(header.value("rope.freq_base", 1e4))}
     kind = header.value("rope.scaling.type", "none")
     if kind == "none":
@@ -191,14 +192,14 @@ def llama3_rope(
 
 
 def partial_rope(header: GgufHeader) -> dict[str, object]:
-    """Return the parameters of a rotary embedding that rotates a part of each head."""
+    """Return `rope_parameters` of a model that rotates only some dimensions of each head."""
     width = head_dim(header)
     rotary = header.value("rope.dimension_count", width)
     return rope(header) | {"partial_rotary_factor": rotary / width}
 
 
 def routing(header: GgufHeader) -> dict[str, object]:
-    """Return the routing values of the DeepSeek family's configs."""
+    """Return the config fields for routing and experts' sizes, under DeepSeek's names."""
     return {
         **widths(header, "n_routed_experts"),
         "n_shared_experts": header.value("expert_shared_count", 1),

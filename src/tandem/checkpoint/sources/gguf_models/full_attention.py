@@ -141,7 +141,7 @@ def _pairs(heads: int, width: int) -> Tensor:
 
 
 def paired(query: str = "q_proj", key: str = "k_proj") -> Names:
-    """Return the names of query and key weights, whose rows llama.cpp reorders."""
+    """Return recipes for query and key projections; they undo llama.cpp's reordering of rows."""
     return {
         query: Recipe(("attn_q",), rows=lambda c: _pairs(c.num_attention_heads, _width(c))),
         key: Recipe(("attn_k",), rows=lambda c: _pairs(c.num_key_value_heads, _width(c))),

@@ -134,7 +134,7 @@ def _log(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
 
 
 def _tiled(config: PreTrainedConfig, width: int) -> Tensor:
-    """Return the order in which llama.cpp stores the rows of value heads.
+    """Return the row in the file for each row of the value heads in Transformers.
 
     Transformers groups value heads by key head; llama.cpp stores the first value head of every key
     head, then the second of every key head, and so on.
@@ -158,7 +158,7 @@ def _tiled_after_keys(config: PreTrainedConfig) -> Tensor:
 
 
 def _by_key_head(config: PreTrainedConfig) -> Tensor:
-    """Return the rows of queries, keys, values and gates, grouped by key head."""
+    """Return the row in the file for each row of `in_proj_qkvz`, which is grouped by key head."""
     keys, width = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     rows = torch.arange(2 * (keys * width + values), device="cpu")

@@ -70,7 +70,7 @@ def jamba(header: GgufHeader) -> PreTrainedConfig:
 
 
 def _every(header: GgufHeader, types: list[str], kind: str) -> tuple[int, int]:
-    """Return the first layer of a kind, and the period after which it repeats."""
+    """Return the first layer of a kind and the distance between two; `ModelError` if irregular."""
     found = [layer for layer, each in enumerate(types) if each == kind] or [0]
     period = found[1] - found[0] if len(found) > 1 else len(types)
     if found != list(range(found[0], len(types), period)) or found[0] >= period:
@@ -120,7 +120,7 @@ def granite(header: GgufHeader) -> PreTrainedConfig:
 
 
 def granite_factors(header: GgufHeader) -> dict[str, object]:
-    """Return Granite's multipliers between layers."""
+    """Return Granite's config fields for scaling embeddings, attention, residuals and logits."""
     return {
         "attention_multiplier": header.value("attention.scale"),
         "embedding_multiplier": header.value("embedding_scale", 1.0),

@@ -83,13 +83,13 @@ def _gemma4_experts(header: GgufHeader) -> dict[str, object]:
 
 
 def _first(heads: list[int], windows: list[int], is_window: bool) -> int:
-    """Return the heads of the first layer with or without a window, or else of layer 0."""
+    """Return the KV heads of the first layer with (without) a window; if none, those of layer 0."""
     of_kind = (n for n, window in zip(heads, windows, strict=True) if bool(window) == is_window)
     return next(of_kind, heads[0])
 
 
 def _turned_share(header: GgufHeader) -> float:
-    """Return the rotated share of a full-attention head; the other dimensions have huge factors."""
+    """Return the share of a full-attention head that is rotated: frequency factors below 2."""
     factors = header.tensors.get("rope_freqs.weight")
     return 0.25 if factors is None else float((factors.data.astype(np.float32) < 2).mean())
 
@@ -250,7 +250,7 @@ def step35(header: GgufHeader) -> PreTrainedConfig:
 
 
 def _turned(header: GgufHeader, key: str, default: int) -> int:
-    """Return how many dimensions of a head are rotated."""
+    """Return how many dimensions of a head are rotated; `ModelError` for an impossible number."""
     turned, width = header.value(key, default), head_dim(header)
     if not isinstance(turned, int) or not 0 < turned <= width or turned % 4:
         raise ModelError(
