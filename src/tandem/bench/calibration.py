@@ -37,7 +37,7 @@ class Likeness(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """The result of a calibration."""
+    """What `calibrate` learned from `taught_tokens` tokens, and what it measured on the rest."""
 
     residuals: Residuals
     taught_tokens: int
@@ -107,9 +107,9 @@ def _likeness(cosines: Sequence[tuple[float, float]], num_pairs: int) -> Likenes
 def accuracy_by_batch(
     trace: RoutingTrace, count: int, batches: Sequence[int] = BATCHES
 ) -> dict[str, list[float]]:
-    """Return the share of the `count` busiest experts that are predicted.
+    """Return the mean share of the `count` busiest experts that each predictor predicts.
 
-    The shares are by predictor, and for each predictor by batch size. A batch consists of randomly
+    Maps each predictor's name to its shares, one for each batch size. A batch consists of randomly
     drawn tokens. Experts with equal load are interchangeable.
     """
     assert trace.predicted is not None

@@ -85,7 +85,7 @@ def measure_machine(bench: KernelBench) -> Ceiling:
 
 
 def ceiling_of(model: PreTrainedModel, work: Workload, machine: Ceiling, step_bytes: int) -> Speed:
-    """Return the ceiling that `machine` sets for a step that reads `step_bytes`."""
+    """Return the highest speeds that `machine` permits if a decode step reads `step_bytes`."""
     seconds = step_bytes / (machine.read_gigabytes_per_second * 1e9)
     prefill = 0.0
     for num_weights, fmt in _weights_per_token(model):
@@ -193,7 +193,10 @@ def _milliseconds(
     sampling: float,
     plan: float,
 ) -> dict[str, float]:
-    """Divide a step's time among its parts, by profiled runs; the remaining time is "other"."""
+    """Return a step's milliseconds by part, from profiled runs; the remaining time is "other".
+
+    Without a recorded graph, only planning and sampling are known.
+    """
     parts = dict.fromkeys(("router", "plan", "experts", "dense", "attention", "sampling"), 0.0)
     parts |= {"sampling": sampling * 1e3, "plan": plan * 1e3}
     if isinstance(recorded, RecordedGraph):
@@ -236,7 +239,10 @@ def dense_bytes(model: nn.Module) -> int:
 
 
 def _cache_bytes(pool: SlotPool) -> int:
-    """Return the bytes per step of all slots: keys and values read, states read and written."""
+    """Return the bytes per step of all slots: keys and values read, states read and written.
+
+    0 if the slots are not `CpuSlotPool`'s.
+    """
     if not isinstance(pool, CpuSlotPool):
         return 0
     return pool.cache.filled_bytes + 2 * pool.num_slots * pool.cache.states.step_bytes

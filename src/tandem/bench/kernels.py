@@ -57,15 +57,13 @@ class Ceiling:
 
     read_gigabytes_per_second: float
     int4_gops: float
-    """Speed of products of int8 with codes of fewer than 8 bits; twice the 8-bit speed without
-    VNNI."""
+    """Speed of products of int8 with codes of fewer than 8 bits. On a processor without VNNI it is
+    twice `int8_gops`."""
     int8_gops: float
     bf16_gflops: float
 
     def peak_of(self, fmt: WeightFormat | None) -> float:
-        """Return the ceiling in operations per nanosecond for a format; None means plain
-        weights.
-        """
+        """Return the ceiling for a format, in operations per nanosecond; None: plain weights."""
         if fmt is None or fmt.kind in ("bf16", "fp16", "fp8"):
             return self.bf16_gflops
         return self.int8_gops if fmt.bits == 8 else self.int4_gops
@@ -95,7 +93,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measured case: medians over calls; `share_of_ceiling` is of the limiting ceiling."""
+    """One measured case: medians over calls; `share_of_ceiling` refers to the ceiling `bound`."""
 
     shape: str
     format: str
@@ -204,7 +202,7 @@ class KernelBench:
 
 
 class _Own:
-    """Tandem's kernels with their own store of random experts."""
+    """The `Timed` system that is Tandem: its kernels, with their own store of random experts."""
 
     def __init__(self, engine: _native.ExpertEngine, layout: ExpertLayout, work: Work) -> None:
         self._engine, self._layout, self._work = engine, layout, work
@@ -285,7 +283,7 @@ def _layout(shape: str, format_name: str) -> ExpertLayout:
 
 
 def _rate(work: Callable[[], int]) -> float:
-    """Return how much of `work` one call does per nanosecond (billions per second)."""
+    """Call `work` once; return the amount that it returns per nanosecond (billions a second)."""
     start = time.perf_counter()
     done = work()
     return done / (time.perf_counter() - start) / 1e9

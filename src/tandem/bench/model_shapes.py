@@ -40,13 +40,13 @@ class ModelShape:
 
     @property
     def kinds(self) -> list[tuple[object, ...]]:
-        """Return, for each layer, its values in the config's per-layer lists."""
+        """Each layer's kind: its values in the config's per-layer lists."""
         total = self.values["num_hidden_layers"]
         lists = [value for value in self.values.values() if _is_by_layer(value, total)]
         return list(zip(*lists, strict=True)) if lists else [()] * total
 
     def sample(self, num_layers: int) -> "ModelShape":
-        """Return the shape cut to `num_layers` consecutive layers of as many kinds as possible.
+        """Return the shape cut to the `num_layers` consecutive layers with the most `kinds`.
 
         Of several such ranges, the one most typical of the whole model is taken.
         """
@@ -239,7 +239,7 @@ DENSE_SHAPES = {
 
 
 def find_shape(name: str) -> ModelShape:
-    """Return a shape by its name; `ConfigError` for an unknown name has similar and all names."""
+    """Return a shape by its name; the `ConfigError` for an unknown name lists the known names."""
     shapes = MODEL_SHAPES | DENSE_SHAPES
     if name not in shapes:
         near, known = nearest_names(name, list(shapes)), ", ".join(shapes)

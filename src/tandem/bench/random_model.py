@@ -55,10 +55,10 @@ def build_random_model(
 ) -> PreTrainedModel:
     """Build a model of a shape; `num_layers` and `vocabulary` make it smaller.
 
-    Without huge pages, experts are in memory as in a mapped file. Dense weights are on `device`; on
-    a GPU, `offload` determines how they are packed, and `dense_dtype` must be "none". With
-    `is_shared`, packed weights of equal size share memory across layers, so that a model of any
-    size can be saved.
+    Without `has_huge_pages`, experts are in small pages, as in a mapped file. Dense weights are on
+    `device`; on a GPU, `offload` determines how they are packed, and `dense_dtype` must be "none".
+    With `is_shared`, packed weights of equal size share memory across layers, so that a model of
+    any size can be saved.
     """
     if num_layers is not None:
         shape = shape.sample(num_layers)
@@ -136,7 +136,10 @@ def _widen(model: PreTrainedModel) -> None:
 
 
 def _draw_routes(model: nn.Module) -> None:
-    """Fill with random experts the tables of layers routed by token, which a checkpoint has."""
+    """Fill the tables of layers that are routed by token id with random experts.
+
+    A released model has these tables in its checkpoint.
+    """
     random = torch.Generator().manual_seed(0)
     for module in model.modules():
         if is_by_token(module):
@@ -156,7 +159,7 @@ def _drop_towers(model: nn.Module) -> None:
 
 
 def drop_experts(model: nn.Module) -> None:
-    """Remove the weights of all experts modules."""
+    """Replace the weights of all experts modules by empty tensors."""
     for module in model.modules():
         if is_experts_module(module):
             for name, parameter in list(module.named_parameters(recurse=False)):

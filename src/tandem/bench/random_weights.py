@@ -59,7 +59,10 @@ def _draw_codes(buffer: Tensor, fmt: WeightFormat) -> None:
 
 
 def _make_finite(words: Tensor, per_super: int, factor: BitField) -> None:
-    """Make the factors in random words about 2^-10 by fixing their sign and upper exponent bits."""
+    """Set the sign and the upper exponent bits of factors in random words, so that all are finite.
+
+    The factors become about 2^-10.
+    """
     word, bit = divmod(factor.at(3), 32)  # the highest bit of the factor's field
     parts = words.view(-1, per_super, ROWS_PER_BLOCK)[:, word]
     parts.bitwise_and_((1 << bit) - 1).bitwise_or_(1 << bit)

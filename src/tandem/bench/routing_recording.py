@@ -15,12 +15,12 @@ from tandem.hf.token_tables import tables_by_token
 
 @contextmanager
 def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterator[RoutingRecorder]:
-    """Record the routing of everything that runs inside; call `begin_sequences` before each
-    sequence.
+    """Record the routing of all forwards in the `with` body; yield the recorder.
 
-    If the model's routers can be run ahead, their predictions are recorded too. A caller that has
-    its own look-ahead for the model must pass it as `given`. Raises `UnsupportedModelError` for a
-    model whose routing cannot be stored in a trace.
+    The body must call the recorder's `begin_sequences` before each sequence. If the model's routers
+    can be run ahead, their predictions are recorded too. A caller that has its own look-ahead for
+    the model must pass it as `given`. Raises `UnsupportedModelError` for a model whose routing
+    cannot be stored in a trace.
     """
     runtime = require_experts(model)
     if any(layer.arrivals.num_spare for layer in runtime.store):

@@ -106,7 +106,7 @@ def from_flags(config: type[T], flags: argparse.Namespace) -> T:
 
 
 def from_mapping(config: type[T], values: Mapping[str, object], *, where: str) -> T:
-    """Build a config from a mapping (a JSON file); the error for an unknown key has near names."""
+    """Build a config from a JSON file's mapping; `ConfigError` for an unknown key."""
     known = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:

@@ -30,7 +30,7 @@ class FileFormatError(TandemError, ValueError):
 
 
 class CapacityError(TandemError, MemoryError):
-    """A plan that does not fit into the memory of this machine."""
+    """Something that needs more memory, or more threads, than this machine allows."""
 
 
 class HostCapacityError(CapacityError):
@@ -46,7 +46,7 @@ class BuildError(TandemError, RuntimeError):
 
 
 def first_line(error: Exception) -> str:
-    """Return the message of another program's error as one line without a full stop."""
+    """Return the first line of a library's error message, without its full stop."""
     reason = error.strerror if isinstance(error, OSError) else None
     line = (reason or str(error)).strip().partition("\n")[0].rstrip(".")
     return line or type(error).__name__

@@ -32,7 +32,7 @@ class Registry(Generic[T]):
     def register(
         self, name: str, *, formerly: str | None = None
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Register a class or function under a new name; `formerly` is accepted for it too."""
+        """Return a decorator that registers a factory; its former name is accepted, too."""
 
         def add(factory: Callable[..., T]) -> Callable[..., T]:
             assert name not in self._factories, f"{self.kind} {name!r} is registered twice"

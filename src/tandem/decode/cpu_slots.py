@@ -37,7 +37,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 class _Step(NamedTuple):
-    """A decode step of `n` tokens, with its inputs: `ids` (n, 1); slots and positions (n,)."""
+    """A decode step of n tokens and its input tensors: `ids` (n, 1); slots and positions (n,)."""
 
     slots: Tensor
     """Each token's slot; a slot may have several consecutive tokens."""
@@ -47,12 +47,12 @@ class _Step(NamedTuple):
     """Each token's rotary position, which differs from its position after an image."""
     ids: Tensor
     hidden: Tensor | None
-    """The output head's input, (n, width), if it is recorded."""
+    """The output head's input, (n, width); None unless the pool was made with `notes_hidden`."""
     replayed: ReplayedStep
 
 
 class CpuSlotPool(CachedSlotPool[KvCache]):
-    """Slots on the CPU's KV cache."""
+    """Computes the steps of several slots on the CPU, on a `KvCache`."""
 
     prefills_together = True
 
@@ -88,7 +88,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @property
     def step(self) -> ReplayedStep:
-        """The latest decode step; before the first decode step, the step of all slots."""
+        """The latest decode step; before the first one, a step of one token in each slot."""
         return (self._last or self._step_of(self.num_slots)).replayed
 
     @torch.inference_mode()
@@ -125,7 +125,10 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return "linear layers are not packed (--dense-dtype), so that an answer might change"
 
     def _steps_are_native(self) -> bool:
-        """Whether some steps are settled, and all of these are batch-invariant recorded graphs."""
+        """Tell whether steps are settled, and each settled one is a batch-invariant recorded graph.
+
+        Returns False if no step is settled (`ReplayedStep.has_settled`).
+        """
         settled = [s.replayed for s in self._steps.values() if s.replayed.has_settled]
         graphs = [replayed.recording for replayed in settled]
         return bool(graphs) and all(
@@ -173,10 +176,11 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return logits
 
     def may_join_prefill(self) -> bool:
-        """Tell whether `prefill` computes exactly a decode step's logits for a decoded token.
+        """Tell whether `prefill` gives a decoded token exactly the logits of a decode step.
 
-        False where windows keep the prompt, because a decoded token would become part of it. Also
-        False where only prompts expand latents: a trial finds that the logits differ.
+        False until a trial in a later `verify` has shown it. Always False for a model with
+        `prompt_windows`, because `prefill` would make the decoded token a part of the prompt; and
+        for a model whose latents only prompts expand, because the trial finds other logits.
         """
         if self.cache.prompt_windows:
             self._joins = False
@@ -184,9 +188,10 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return bool(self._joins)
 
     def _try_joining(self, tokens: Mapping[int, Sequence[int]]) -> Tensor | None:
-        """Return `prefill`'s logits for a step's tokens, and remove these tokens from the slots.
+        """Compute a decode step's tokens by `prefill`, remove them again, and return the logits.
 
-        None if the step is not settled (`ReplayedStep.has_settled`), or a slot has several tokens.
+        None, and nothing is run, if the step is not settled (`ReplayedStep.has_settled`) or a slot
+        has several tokens.
         """
         step = self._step_of(sum(map(len, tokens.values()))).replayed
         if not step.has_settled or any(len(new) > 1 for new in tokens.values()):
@@ -201,17 +206,20 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @property
     def moving(self) -> MovingSlots | None:
-        """Moves the contents of slots out and in; None before the first prompt."""
+        """The object that moves contents of slots out and in.
+
+        None before the first prompt, and if a layer's blocks do not divide `SEGMENT_TOKENS`.
+        """
         if not self.cache.can_move(SEGMENT_TOKENS):
             return None
         return MovingSlots(self.cache, self._held)
 
     def record_ahead(self, *, has_passed: bool) -> bool:
-        """Record the step of one slot before the first prompt; return whether it is replayed.
+        """Record the step of one token before the first prompt; return whether it is replayed.
 
         `has_passed` says that in an earlier process the recorded step has matched the model's own
-        code. The slots must be empty, and are empty afterwards. Executors that plan do not see
-        the step, because they learn from steps.
+        code. The slots must be empty, and are empty afterwards. With an executor that plans, this
+        does nothing and returns False, because the executor would learn from the step.
         """
         executor = self._model.executor
         if executor is not None and executor.needs_steps:
@@ -230,7 +238,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
     def _chunks(
         self, prompts: Mapping[int, Sequence[int]]
     ) -> Iterator[list[tuple[int, Sequence[int]]]]:
-        """Cut prompts into forwards of bounded size: slots with their next tokens."""
+        """Yield each forward's pairs of slot and tokens, `MAX_STEP_TOKENS` tokens at most."""
         chunk: list[tuple[int, Sequence[int]]] = []
         room = MAX_STEP_TOKENS
         for slot, tokens in prompts.items():
@@ -246,7 +254,11 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             yield chunk
 
     def _forward(self, chunk: list[tuple[int, Sequence[int]]], keep: Tensor | None) -> Tensor:
-        """Run slots' next tokens; return the logits that `keep` chooses, or of all tokens."""
+        """Append a chunk's tokens to their slots; return the logits after the tokens in `keep`.
+
+        `keep` has indices of tokens. If it is None, or the model cannot select logits, the result
+        has the logits after all tokens.
+        """
         self._follow_executor()
         lengths = self.cache.lengths
         segments = [Segment(slot, lengths[slot], len(tokens)) for slot, tokens in chunk]
@@ -265,7 +277,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @contextmanager
     def on_trial(self, slots: Sequence[int]) -> Iterator[None]:
-        """Undo what is appended to slots inside this context, which must be few tokens."""
+        """Remove the few tokens that the `with` body appends to `slots`, when the body ends."""
         lengths = {slot: self.cache.lengths[slot] for slot in slots}
         with torch.inference_mode():
             put_back = self.cache.states.save(slots)
@@ -315,7 +327,7 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
             self._executor.repeat_step(num_tokens)
 
     def _follow_executor(self) -> None:
-        """Forget the recorded graphs of an executor that has been replaced."""
+        """Drop all recorded steps if the model's executor has been replaced."""
         executor = self._model.executor
         if executor is not self._executor:
             self._executor, self._last, self._joins = executor, None, None

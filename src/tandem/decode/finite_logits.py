@@ -39,7 +39,10 @@ def require_finite_logits(
 
 
 def _waited_for(values: Tensor) -> list[float]:
-    """Return values on the host; on a GPU, wait by an event, which marks the wait as intended."""
+    """Return `values` as floats; if they are on a GPU, wait for them with an event.
+
+    The event marks the wait as intended; other ways to read them count as hidden waits.
+    """
     host = values
     if values.device.type == "cuda":
         host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
@@ -53,7 +56,10 @@ def _waited_for(values: Tensor) -> list[float]:
 
 @torch.inference_mode()
 def _first_spoilt(model: PreTrainedModel, ids: list[int]) -> str | None:
-    """Run tokens again; return the name of the first module whose output is not finite."""
+    """Run tokens again; return the name of the first module that outputs NaN or plus infinity.
+
+    None if no module does.
+    """
     found: list[str] = []
 
     def listener(name: str) -> Callable[..., None]:

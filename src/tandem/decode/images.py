@@ -41,7 +41,7 @@ class _Shown:
 
     prompt: ImagePrompt
     positions: Tensor
-    """(kinds of positions, n_tokens), for rotary embeddings."""
+    """The prompt's rotary positions, (kinds, n_tokens): in some models time, height and width."""
     delta: int
     """A later token's rotary position minus its index."""
     is_image: Tensor
@@ -60,13 +60,13 @@ class SlotImages:
     """The images in the slots of a pool."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Hold no images, for slots of a model."""
+        """Begin without images; `model` computes their positions and features later."""
         self._model = model
         self._prompts: dict[int, ImagePrompt] = {}
         self._shown: dict[int, _Shown] = {}
 
     def show(self, slot: int, prompt: ImagePrompt | None) -> None:
-        """Set the images of a slot's next prompt; they replace the slot's former images."""
+        """Set the images of a slot's next prompt in place of its former images; None: no images."""
         self._prompts.pop(slot, None)
         self._shown.pop(slot, None)
         if prompt is not None:
@@ -170,7 +170,7 @@ def why_no_slot_images(model: PreTrainedModel) -> str | None:
 def _changed(
     features: Sequence[ImageFeatures], change: Callable[[list[Tensor]], Tensor]
 ) -> ImageFeatures:
-    """Return new features, made by `change` from each kind of features that merging reads.
+    """Apply `change` to each kind of features that merging reads; return the results as features.
 
     The kinds are the tower's output and, in some models, the output of several of its depths. Each
     is one tensor (image tokens, hidden size) or one tensor per image, depending on the model and

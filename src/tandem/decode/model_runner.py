@@ -30,7 +30,7 @@ from tandem.kv_cache.stand_ins import transformers_cache
 
 
 class ModelRunner:
-    """A model, and the KV cache that forwards through this object read and write."""
+    """Runs a model's forwards, which read and write one of Tandem's KV caches."""
 
     def __init__(
         self,
@@ -46,9 +46,10 @@ class ModelRunner:
         `hidden`. Raises `NotInSlotsError` for a model that keeps what the KV cache cannot hold.
         """
         self.hidden: Tensor | None = None
-        """The output head's input in the latest forward, (b, n_tokens, width), if it is recorded.
+        """The output head's input in the latest forward, (b, n_tokens, width).
 
-        In a model with several residual streams, it holds all streams before they are mixed.
+        None without `notes_hidden`. In a model with several residual streams, it holds all streams
+        before they are mixed.
         """
         self._notes_hidden = notes_hidden
         self._noted: nn.Module | None = None
@@ -135,7 +136,7 @@ class ModelRunner:
             return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
 
     def _note_hidden(self, decoder: nn.Module) -> None:
-        """Add a hook to a shallow copy of the model without its head, which sets `hidden`."""
+        """Hook `decoder`, the module before a copy's output head, so that forwards set `hidden`."""
         if decoder is self._noted:
             return
 
@@ -153,16 +154,19 @@ class ModelRunner:
 
 
 def _before_head(model: PreTrainedModel) -> nn.Module:
-    """Return the module that computes the last hidden state; Llama 4's `get_decoder` has a head."""
+    """Return the module that computes the last hidden state.
+
+    Llama 4's `get_decoder` returns a module with an output head; the result is the module inside.
+    """
     decoder: ModelPart = model.get_decoder()
     return decoder.model if hasattr(decoder, "lm_head") else decoder
 
 
 def _looks_for_embeddings(model: nn.Module) -> bool:
-    """Whether a model's code moves ids to the embeddings' device (Llama 4).
+    """Tell whether a model's code moves token ids to the embedding's device (Llama 4).
 
-    If the embeddings are on the host, a captured step cannot run that code. The model is therefore
-    given the embeddings' rows instead of ids.
+    If the embedding is on the host, a captured step cannot run that code. Such a model therefore
+    gets the embedding's rows instead of ids.
     """
     forwards = {
         inspect.unwrap(vars(kind)["forward"])

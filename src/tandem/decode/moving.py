@@ -11,16 +11,16 @@ from tandem.kv_cache.cpu_states import pieces_of
 
 
 class MovingSlots:
-    """Slots whose contents can be moved; their `states`, if any, are moved separately."""
+    """Moves keys and values out of slots and into slots; `states` must be moved separately."""
 
     def __init__(self, cache: KvCache, held: list[list[int]]) -> None:
-        """Move contents of `cache`; `held` has the tokens of each slot."""
+        """Take a KV cache and `held`, the list of each slot's tokens, which moves update."""
         self._cache, self._held = cache, held
         self.states = cache.states
 
     @torch.inference_mode()
     def take_out(self, slot: int, first: int, num_tokens: int) -> memoryview | None:
-        """Return a copy of everything that a slot keeps of some tokens.
+        """Return a copy of all bytes that a slot keeps of `num_tokens` tokens from `first` on.
 
         The tokens must fill whole blocks. None if a window has dropped some of the tokens, or if
         their keys and values are not as a prompt would compute them (`SlotCache.seen_whole`).
@@ -32,7 +32,7 @@ class MovingSlots:
         return copied.numpy().data
 
     def cut(self, slot: int, length: int) -> bool:
-        """Make a slot forget all tokens after the first `length`, so that others can be put in.
+        """Make a slot forget all tokens after its first `length`, so that `put_in` can add others.
 
         False, and nothing is forgotten, if a window has dropped tokens that the next token sees.
         """
@@ -57,7 +57,10 @@ class MovingSlots:
         self._held[slot] += tokens
 
     def _memory(self, slot: int, first: int, num_tokens: int) -> Iterator[Tensor]:
-        """Yield the memory of some tokens, uint8; keys and values are (KV heads, blocks, bytes)."""
+        """Yield the memory of `num_tokens` tokens from `first` on, as uint8 tensors.
+
+        The tensors of keys and values are (KV heads, blocks, bytes).
+        """
         assert first % BLOCK_TOKENS == num_tokens % BLOCK_TOKENS == 0
         num_blocks = num_tokens // BLOCK_TOKENS
         for layer, _ in self._cache.layers_of(slot):

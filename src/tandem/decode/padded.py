@@ -89,7 +89,7 @@ class PaddedBatch:
 class PaddedSlotPool(SlotPool):
     """Slots whose prompts start together, on the model's own KV caches.
 
-    For models that no other pool serves.
+    This pool is for models that no other pool serves.
     """
 
     why_no_drafts = "steps run padded, on Transformers' own caches"
@@ -132,9 +132,9 @@ class PaddedSlotPool(SlotPool):
         return torch.cat([logits[:-1], self.prefill({slot: tokens})])
 
     def verify(self, tokens: Mapping[int, Sequence[int]]) -> Tensor:
-        """Append one token to each given slot; return their logits, (slots, vocabulary).
+        """Append one token to each given slot; return the logits after it, (slots, vocabulary).
 
-        A step computes the whole batch, so each slot that is not given repeats its last token.
+        A step computes the whole batch, so a slot that is not given gets its last token once more.
         """
         assert self._padded is not None, "decode before prefill"
         self._tokens |= {slot: token for slot, (token,) in tokens.items()}

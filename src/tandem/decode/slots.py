@@ -49,7 +49,7 @@ class SlotPool(ABC):
 
     @property
     def step(self) -> ReplayedStep | None:
-        """The latest decode step; before the first decode step, the step of all slots.
+        """The latest decode step; before the first one, a step of one token in each slot.
 
         None if steps are never replayed.
         """
@@ -57,7 +57,7 @@ class SlotPool(ABC):
 
     @property
     def moving(self) -> MovingSlots | None:
-        """Moves the contents of slots out and in.
+        """The object that moves contents of slots out and in.
 
         None before the first prompt, and if the contents cannot be moved.
         """
@@ -112,7 +112,7 @@ class SlotPool(ABC):
         """
 
     def may_join_prefill(self) -> bool:
-        """Tell whether `prefill` computes exactly a decode step's logits for a decoded token.
+        """Tell whether `prefill` gives a decoded token exactly the logits of a decode step.
 
         False until a trial has shown it. The first call requests the trial, in which the next
         decode step is computed in both ways.
@@ -120,7 +120,7 @@ class SlotPool(ABC):
         return False
 
     def decode(self, tokens: Mapping[int, int]) -> Tensor:
-        """Append one token to each given slot; return their logits, (slots, vocabulary)."""
+        """Append one token to each given slot; return the logits after it, (slots, vocabulary)."""
         return self.verify({slot: (token,) for slot, token in tokens.items()})
 
 
@@ -145,13 +145,16 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
 
     @property
     def num_bytes(self) -> int:
-        """The KV cache's current size in bytes: each slot has room for the longest so far."""
+        """The KV cache's current size in bytes.
+
+        Each slot has room for the longest sequence so far.
+        """
         return self.cache.num_bytes
 
     @property
     @abstractmethod
     def step(self) -> ReplayedStep:
-        """The latest decode step; before the first decode step, the step of all slots."""
+        """The latest decode step; before the first one, a step of one token in each slot."""
 
     def held(self, slot: int) -> Sequence[int]:
         """Return the tokens whose keys and values a slot holds."""
@@ -191,7 +194,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
 
     @abstractmethod
     def _prefill_all(self, slot: int, tokens: Sequence[int]) -> Tensor:
-        """Append tokens to a slot; return the logits after each, unchecked."""
+        """Append tokens to a slot; return the logits after each token, not checked for NaN."""
 
     def pretend(self, depth: int, room: int) -> None:
         """Make every slot claim `depth` made-up tokens, with room for `room` more, to time a step.
@@ -205,7 +208,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
     def _tell_hidden(
         self, hidden: Tensor | None, tokens: Iterable[tuple[int, Sequence[int]]]
     ) -> None:
-        """Store the head's input for the slots' new tokens, (n_tokens, width), and report it."""
+        """Set `hidden`, the head's input for new tokens; pass each slot's part to `on_hidden`."""
         self.hidden = hidden
         if hidden is None or self.on_hidden is None:
             return
@@ -217,7 +220,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
 
     @contextmanager
     def _going_back(self, slots: Sequence[int]) -> Iterator[None]:
-        """If a step fails, return slots that have states to their last usable checkpoints."""
+        """If the `with` body raises, cut slots with states to their last usable checkpoints."""
         try:
             yield
         except BaseException:
@@ -242,9 +245,9 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
 
 
 def num_shared(held: Sequence[int], prompt: Sequence[int]) -> int:
-    """Return the length of the common prefix, which never includes the prompt's last token.
+    """Return the length of the common prefix of `held` and `prompt`, at most len(prompt) - 1.
 
-    That token must be computed, because its logits are needed.
+    The prompt's last token must always be computed, because the logits after it are needed.
     """
     most = min(len(held), len(prompt) - 1)
     differ = map(operator.ne, held, itertools.islice(prompt, most))

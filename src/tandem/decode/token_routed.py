@@ -21,7 +21,7 @@ from tandem.policy.plan import LayerLoad
 
 
 class _Table(NamedTuple):
-    """A layer's table, in the host's memory."""
+    """A layer's table of experts by token id, in host memory."""
 
     layer: int
     number: int | None

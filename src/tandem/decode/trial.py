@@ -34,7 +34,7 @@ NewPool = Callable[[int], CachedSlotPool[Any]]
 
 
 def why_other_logits(model: PreTrainedModel, new_pool: NewPool) -> str | None:
-    """Compare logits of slots with those of `PaddedBatch`; return why slots fail, or None.
+    """Compare slots' logits with `PaddedBatch`'s; return why slots fail, None if logits agree.
 
     `new_pool(n)` must return a pool of n slots. Raises `TandemError` if the model cannot run at
     all.
@@ -63,9 +63,10 @@ def _why_other_logits(model: PreTrainedModel, new_pool: NewPool, tolerance: floa
 
 
 def _errors_of(trial: list[int], model: PreTrainedModel, new_pool: NewPool) -> Tensor | str:
-    """Return the relative errors of the logits of a long and a short prompt and a step after each.
+    """Run a long and a short prompt in slots, then a step after each; return the logits' errors.
 
-    If the slots cannot run them, return the exception's message.
+    Each of the four has one error, relative to the logits of Transformers' own caches. If the slots
+    cannot run the tokens, return the exception's message.
     """
     prompts = [trial, trial[:2]]
     try:

@@ -95,7 +95,7 @@ def _layer_tensors(
 
 
 def _difference(weight: torch.Tensor, recipe: Recipe, generator: torch.Generator) -> torch.Tensor:
-    """Draw a low-rank matrix whose norm is a fixed share of the weight's."""
+    """Return a random low-rank matrix; its norm is the recipe's share of the weight's norm."""
     rows, columns = weight.shape
     left = torch.randn(rows, recipe.difference_rank, generator=generator, device="cpu")
     right = torch.randn(recipe.difference_rank, columns, generator=generator, device="cpu")

@@ -19,7 +19,7 @@ class ShardWriter:
     """Collects tensors and writes each full shard; `finish` gives the shards their final names."""
 
     def __init__(self, directory: Path, shard_bytes: int) -> None:
-        """Write into an existing directory, in shards of about `shard_bytes`."""
+        """Start without tensors; shards of about `shard_bytes` go into the existing directory."""
         self._directory = directory
         self._shard_bytes = shard_bytes
         self._pending: dict[str, torch.Tensor] = {}

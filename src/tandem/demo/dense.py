@@ -65,9 +65,9 @@ def _load_model(gguf: Path) -> PreTrainedModel:
 
 
 def _split_digits(tokenizer: Tokenizer) -> None:
-    """Make the tokenizer split off each digit before its byte-level split, as SmolLM2 was trained.
+    """Make the tokenizer split off each digit before the byte-level split, as SmolLM2 expects.
 
-    Transformers' GGUF reader drops this step: its tokens of "  5" are " ", " ", "5", whereas
+    Transformers' GGUF reader leaves this step out: its tokens of "  5" are " ", " ", "5", whereas
     SmolLM2's are "  ", "5".
     """
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -104,7 +104,7 @@ def ensure_built(
 
 
 def is_ready(directory: Path, *, kind: str, recipe: Recipe = RECIPE) -> bool:
-    """Return whether a directory holds this build, by its manifest and file sizes alone."""
+    """Tell whether a directory holds this recipe's model, by its manifest and file sizes alone."""
     manifest = _read_manifest(directory)
     expected = {"recipe_version": recipe.version, "kind": kind, "seed": recipe.seed}
     if manifest is None or not expected.items() <= manifest.items():

@@ -8,7 +8,7 @@ from tandem.experts.cache.sizing import DeviceMemory
 
 
 class DeviceKind:
-    """A kind of device; creating one loads no device code."""
+    """A kind of device and its properties; an instance is made without loading device code."""
 
     help: str
     machine = ""
@@ -50,7 +50,7 @@ class Cuda(DeviceKind):
     holds_dense_parts = has_graphs = True
 
     def require(self) -> None:
-        """Raise `CapacityError` if there is no GPU, no driver or no CUDA in torch."""
+        """Raise `CapacityError` if Tandem cannot use the GPU, or there is no GPU or driver."""
         from tandem.devices.cuda.checks import require_cuda
 
         require_cuda()
@@ -73,5 +73,5 @@ class Emulated(DeviceKind):
 
 
 def kind_of(device: str) -> DeviceKind:
-    """Return the kind of device with this name; `ConfigError` names the nearest names."""
+    """Return the kind of device with this name; `ConfigError` with the nearest names if unknown."""
     return DEVICES.factory(device)()

@@ -44,7 +44,7 @@ class EmulatedDevice(Device):
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
 
     def release(self, memory: Tensor) -> None:
-        """Free memory."""
+        """Count the bytes of `memory` as free again."""
         self.used_bytes -= memory.nbytes
 
     def pin(self, memory: Tensor) -> bool:
@@ -52,15 +52,15 @@ class EmulatedDevice(Device):
         return True
 
     def download(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the tensors themselves, as the host can read them."""
+        """Return the tensors themselves, because the host can read them."""
         return tensors
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        """Copy at once, as no batch reads or writes the target."""
+        """Copy at once, because no launched batch is still reading or writing the target."""
         target.copy_(source)
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
-        """Prepare the sum as the CPU's kernels do."""
+        """Return the function of the CPU's kernels that computes the weighted sum."""
         return self._kernels.prepare_sum(row_of, weights)
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:

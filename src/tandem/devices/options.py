@@ -36,7 +36,7 @@ class OffloadOptions:
     )  # fmt: skip
     """Options that few users need."""
     planner: ClassVar[type[PlannerSettings]] = PlannerSettings
-    """The class that knows the names of policies."""
+    """The class of `planner_settings`, which checks the names of policies."""
     expert_dtype: str = option(
         "auto",
         help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
@@ -117,7 +117,7 @@ class OffloadOptions:
     )
     pool: str = option("by-layer", help="how slots are shared over layers", choices=POOLS)
     prefetch: str = "pays"
-    """Which predicted experts to prefetch."""
+    """The name of the rule by which predicted experts are prefetched; see `PlannerSettings`."""
     context: int | None = None
     """Tokens per sequence for which room in the KV cache is reserved if experts run from the disk;
     None: the length of a typical conversation."""
@@ -152,7 +152,7 @@ class OffloadOptions:
         return parse_bytes(self.expert_memory, name="expert_memory")
 
     def require_no_slots(self, model: str) -> None:
-        """Raise `ConfigError` if an unpacked model is to run from the disk."""
+        """Raise `ConfigError` if `expert_memory` is given for `model`, which is not packed."""
         if self.expert_memory_bytes is not None:
             raise ConfigError(
                 f"expert_memory is {self.expert_memory!r}, and {model} is not packed: experts come "

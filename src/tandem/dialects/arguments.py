@@ -26,7 +26,7 @@ class Argument(NamedTuple):
 
 
 def tagged(text: str, tag: "re.Pattern[str]", first: int = 0) -> Iterator[Argument]:
-    """Yield the complete arguments in a text that has a tag for each, from position `first` on."""
+    """Yield a text's complete arguments from position `first` on; `tag` matches one argument."""
     for match in tag.finditer(text, first):
         groups = match.groupdict()
         yield Argument(groups["key"], groups["value"], groups.get("type"), match.end())
@@ -47,7 +47,7 @@ def nested(text: str, first: int = 0) -> Iterator[Argument]:
 
 
 def value_of(argument: Argument, schema: Mapping[str, object]) -> object:
-    """Return an argument's value, with the type of its tag or of the tool's schema."""
+    """Return an argument's value, typed by its tag or, if that names no type, by the schema."""
     if argument.kind is not None:
         is_text = argument.kind in ("true", "string")
         return argument.text if is_text else json_value(argument.text)
@@ -57,7 +57,7 @@ def value_of(argument: Argument, schema: Mapping[str, object]) -> object:
 
 
 def _nested_value(text: str, schema: object) -> object:
-    """Return the value of a text with nested elements."""
+    """Return the value of a text under a schema: a list or an object if it has nested elements."""
     elements = list(nested(text)) if NAMESPACE in text else []
     types = set(type_names(schema)) if isinstance(schema, dict) else set()
     if not elements:
@@ -71,7 +71,12 @@ def _nested_value(text: str, schema: object) -> object:
 
 
 def by_schema(text: str, schema: object) -> object:
-    """Return a text's value under a schema: the text itself, unless the schema excludes strings."""
+    """Return an argument's value under its schema: the text itself, or the JSON value in it.
+
+    A text that `enum` lists stays text. If the types include strings, only JSON of another of these
+    types is parsed. In all other cases a text is parsed if it is JSON, or with known types also if
+    it is Python's True, False or None.
+    """
     value = json_value(text)
     if not isinstance(schema, dict):
         return value
@@ -102,7 +107,7 @@ def _refuse(constant: str) -> None:
 
 
 def type_names(schema: Mapping[str, object]) -> Iterator[str]:
-    """Yield the types that a schema names, including its alternatives."""
+    """Yield the types that a schema names, also in its `anyOf` and `oneOf`."""
     named = schema.get("type")
     names = [named] if isinstance(named, str) else _list(named)
     yield from (name for name in names if isinstance(name, str))

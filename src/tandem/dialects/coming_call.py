@@ -49,7 +49,7 @@ class AnswerPart:
 
 
 class ComingCalls:
-    """The calls in one region of an answer."""
+    """Parses the tool calls in one region of an answer while the region's text arrives."""
 
     def __init__(self, dialect: Dialect, name: str | None, schemas: Schemas) -> None:
         """Begin a region; `name` comes from its opening mark in dialects that write it there.
@@ -74,7 +74,7 @@ class ComingCalls:
             yield from self._json() if self._values == "json" else self._tags()
 
     def finish(self, value: Any) -> list[AnswerPart]:
-        """Return the remaining parts at the region's end; `value` is the parser's result for it.
+        """Return the remaining parts at the region's end; `value` is Transformers' parser's result.
 
         Raises `ValueError`, `KeyError`, `TypeError` or `RecursionError` if the region holds no
         call.
@@ -111,7 +111,7 @@ class ComingCalls:
             self._place, self._object, self._is_first = after.end(), None, True
 
     def _find_object(self) -> bool:
-        """Find where the next arguments begin; return False if there are none yet to stream."""
+        """Find the next arguments' beginning; return False if no arguments can be streamed yet."""
         if self._is_named and self._has_begun:
             return False
         place = self._place
@@ -133,7 +133,7 @@ class ComingCalls:
         return AnswerPart(arguments=piece)
 
     def _whole_calls(self, value: object) -> Iterator[AnswerPart]:
-        """Yield the remaining calls, parsed from the text or taken from the parser's result."""
+        """Yield the remaining calls, from the region's text or from the parser's result `value`."""
         if self._values == "python":
             value = python_calls(self._text)
         elif self._values == "json":
@@ -182,7 +182,7 @@ class _JsonObject:
         self.has_ended = False
 
     def take(self, text: str, first: int) -> tuple[str, int]:
-        """Return the object's part of a text from `first` on, and the place where it ends."""
+        """Return the object's part of a text that begins at `first`, and where this part ends."""
         place = first
         while place < len(text) and not self.has_ended:
             self._pass(text[place])

@@ -30,7 +30,7 @@ class WrittenCall:
     after_name: str = ""
     closing: str = ""
     argument: tuple[str, str, str] | None = None
-    """The texts before, within and after a key with its value; None: arguments are JSON."""
+    """The texts before a key, between key and value, and after the value; None: JSON arguments."""
     is_object: bool = False
     """Whether name and arguments are fields of one JSON object."""
     is_numbered: bool = False
@@ -38,7 +38,7 @@ class WrittenCall:
     around: tuple[str, ...] = ()
     """Marks that may stand before and after calls."""
     unless: tuple[str, ...] = ()
-    """Texts that, in a chat template, show that the model writes another form."""
+    """If a chat template contains one of these texts, the model writes calls in another form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Dialect:
 
     name: str
     marks: tuple[tuple[str, ...], ...]
-    """Texts that identify a chat template: all texts of one of these groups."""
+    """Groups of texts; a chat template is of this family if it has all texts of one group."""
     calls: Fields
     """The response template's field for calls."""
     values: Values = "json"
@@ -69,18 +69,18 @@ class Dialect:
     skipped: str | None = None
     """A pattern of text that is skipped in every answer."""
     written: WrittenCall | None = None
-    """The call form for grammars of free answers; None: Hermes' own, or no grammar."""
+    """The texts of a call, for grammars of free answers; None: no grammar constrains calls."""
     answers_after: str = ""
-    """The text after which a constrained answer begins."""
+    """The text that is added to the prompt before a constrained answer."""
     tools_text: str | None = None
     """A description of the tools, with {tools}, for templates that write calls but describe no
     tools."""
     special: frozenset[str] = field(default_factory=frozenset)
-    """Marks that may be special tokens, which the text omits unless requested."""
+    """Marks that may be special tokens; decoded text omits special tokens unless requested."""
 
     @property
     def closing(self) -> str:
-        """The text that ends reasoning on the model's behalf."""
+        """The text that Tandem adds to an answer to end the reasoning."""
         if self.after_thought or self.end_think != END_THINK:
             return self.end_think + self.after_thought
         return f"\n{self.end_think}\n\n"
@@ -102,12 +102,16 @@ class Dialect:
 
 
 def marked_calls(open_pattern: str, close: str) -> Fields:
-    """Return a template field for regions between two marks that hold calls as text."""
+    """Return a response-template field for calls between two marks, whose text stays unparsed."""
     return {"open_pattern": open_pattern, "close": close, "repeats": True, "content": "text"}
 
 
 def named_calls(open_pattern: str, close_pattern: str, **content: object) -> Fields:
-    """Return a template field for calls named in their opening mark, by a group `name`."""
+    """Return a response-template field for calls whose opening mark contains the tool's name.
+
+    `open_pattern` captures the name in a group `name`. `content` says how to parse the arguments;
+    without it they stay text.
+    """
     return {
         "open_pattern": open_pattern,
         "close_pattern": close_pattern,

@@ -296,7 +296,7 @@ FAMILIES: Sequence[Dialect] = (
 
 
 def dialect_of(chat_template: str) -> Dialect:
-    """Return the family that a chat template belongs to; Hermes if it is unknown."""
+    """Return the dialect whose marks a chat template has; Hermes if it has no dialect's marks."""
     return next(
         (
             dialect

@@ -58,14 +58,14 @@ class ChatPrompt:
     is_thinking: bool
     """Whether the template has already opened the reasoning."""
     images: "ImagePrompt | None" = None
-    """The images, after the model's processor has written them; `ids` are then the processor's."""
+    """The images, once the model's processor has prepared them; `ids` then come from it too."""
 
 
 class ChatFormat:
-    """How one model's conversations are written and read."""
+    """Writes one model's conversations as prompts, and makes readers for its answers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Find out what the tokenizer's chat template supports."""
+        """Find out from the tokenizer's chat template what it supports, and the dialect."""
         self._tokenizer = tokenizer
         template = tokenizer.chat_template
         self._text = template if isinstance(template, str) else json.dumps(template or "")
@@ -140,7 +140,7 @@ class ChatFormat:
 
     @property
     def native(self) -> NativeForm | None:
-        """How the model writes calls, if a grammar can constrain them in that form; else None."""
+        """How the model writes calls; None if no grammar can constrain calls in its form."""
         dialect = self.dialect
         written = None if self._own_template is not None else dialect.written
         if written is None or any(text in self._text for text in written.unless):
@@ -178,7 +178,7 @@ class ChatFormat:
         )
 
     def keeps_special(self, *, has_tools: bool) -> bool:
-        """Tell whether a reader needs special tokens to find the parts."""
+        """Tell whether an answer's text must contain special tokens for the reader to split it."""
         dialect = self.dialect
         has_reader = self.thinks or has_tools or dialect.skipped is not None
         return self._own_template is not None or (

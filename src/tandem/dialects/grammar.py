@@ -37,9 +37,7 @@ SPACE_RULE = 'space: (" " | "\\n")?\n'
 
 
 def json_grammar(schema: Mapping[str, object]) -> str:
-    """Return the grammar of documents that follow a JSON schema; `ConfigError` for an unsupported
-    one.
-    """
+    """Return the grammar of documents under a JSON schema; `ConfigError` if it is unsupported."""
     return checked(
         llguidance.LLMatcher.grammar_from_json_schema(dict(schema), overrides=_COMPACT)  # type: ignore[arg-type]
     )
@@ -59,7 +57,10 @@ def choice_grammar(texts: Sequence[str]) -> str:
 
 
 def written_grammar(text: str) -> str:
-    """Convert a client's grammar, in Lark's form or llama.cpp's GBNF, to llguidance's form."""
+    """Return a client's grammar, written in Lark or llama.cpp's GBNF, in llguidance's form.
+
+    Raises `ConfigError` if the grammar cannot be converted or followed.
+    """
     try:
         lark = any_to_lark(text)
     except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
@@ -68,7 +69,7 @@ def written_grammar(text: str) -> str:
 
 
 def closed_objects(schema: Mapping[str, object]) -> dict[str, object]:
-    """Return a schema whose objects allow no properties except those that they name.
+    """Return a schema whose objects allow no other properties than the named ones.
 
     This is OpenAI's meaning of a strict schema. Objects that specify further properties, or that
     combine several schemas, stay unchanged.
@@ -92,7 +93,7 @@ def _closed(schema: object) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """The marks around calls in a model's answers; `special` are those that are single tokens."""
+    """The marks around calls in a model's answers; marks in `special` are single tokens."""
 
     opening: str
     closing: str
@@ -124,16 +125,14 @@ def call_grammar(
 
 
 def call_object(name: str, schema: Mapping[str, object]) -> str:
-    """Return the grammar item of an object that calls a tool; the grammar must include
-    `SPACE_RULE`.
-    """
+    """Return a grammar item for a call as a JSON object; the grammar must have `SPACE_RULE`."""
     words = ["{", '"name":', f"{json.dumps(name)},", '"arguments":']
     head = " space ".join(json.dumps(word) for word in words)
     return f'({head} space %json {ruled(schema)} space "}}")'
 
 
 def ruled(schema: Mapping[str, object]) -> str:
-    """Return a schema in the form that grammars embed."""
+    """Return a schema as JSON text for a grammar, which then allows little white space."""
     return json.dumps({**schema, "x-guidance": _COMPACT})
 
 

@@ -29,7 +29,7 @@ _ANY = r"(.|\n)*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeForm:
-    """How one model writes calls; `ids` has the ids of the marks that are single tokens."""
+    """How one model writes calls; `ids` has, by mark, the ids of marks that are single tokens."""
 
     written: WrittenCall
     think: str
@@ -49,7 +49,7 @@ class NativeForm:
 
     @property
     def own_ids(self) -> list[int]:
-        """The token ids that mark calls."""
+        """The ids of the single tokens that occur in the marks of calls."""
         written = self.written
         texts = (written.opening, written.after_name, written.closing, *written.around)
         text = " ".join((*texts, *(written.argument or ())))
@@ -76,8 +76,9 @@ def native_grammar(
 ) -> str:
     """Return the grammar of free text in which any opening mark becomes a call of these tools.
 
-    The reasoning has begun (`is_thinking`) or may come first (`can_think`). With `has_one_call`
-    nothing may follow a call. Raises `ConfigError` if no such grammar can be written.
+    `is_thinking` says that the prompt has opened the reasoning, `can_think` that the answer may
+    begin with it. With `has_one_call` nothing may follow a call. Raises `ConfigError` if no such
+    grammar can be written.
     """
     written = form.written
     marks = [written.opening, *([form.end_think] if is_thinking or can_think else [])]
@@ -111,7 +112,7 @@ def native_grammar(
 
 
 def _thought(form: NativeForm, *, is_thinking: bool, can_think: bool) -> str:
-    """Return the item of the reasoning, which may mention calls."""
+    """Return the grammar item of the reasoning, in which marks of calls are ordinary text."""
     marks = form.own_ids
     thought = f"(ANY? <[{','.join(map(str, marks))}]>)* " if marks else ""
     thought += form.up_to(form.end_think)
@@ -144,7 +145,7 @@ def _tool_rules(
 
 
 def _arguments(form: NativeForm, number: int, schema: Mapping[str, object]) -> Iterator[str]:
-    """Yield the items of the arguments that a tool takes."""
+    """Yield the grammar item of each argument that a tool takes."""
     assert form.written.argument is not None
     before, between, close = form.written.argument
     properties = schema.get("properties")
@@ -157,7 +158,7 @@ def _arguments(form: NativeForm, number: int, schema: Mapping[str, object]) -> I
 
 
 def _value(form: NativeForm, schema: object, close: str) -> str:
-    """Return the item of a value and its closing mark."""
+    """Return the grammar item of an argument's value and the mark that closes it."""
     if isinstance(schema, dict):
         choices = schema.get("enum")
         if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
@@ -177,5 +178,5 @@ def _can_rule(schema: Mapping[str, object]) -> bool:
 
 
 def _number(mark: str) -> str:
-    """Return a unique name for a mark."""
+    """Return a mark in hexadecimal, for the name of its rule."""
     return mark.encode().hex()

@@ -27,9 +27,11 @@ class AnswerReader:
         dialect: Dialect,
         schemas: Schemas | None = None,
     ) -> None:
-        """Read with a response template; `begun` is the mark of a part that the prompt has opened.
+        """Prepare to read with a response template.
 
-        `dialect` says how calls are written; `schemas` has the known tools and their arguments.
+        `prefix` is the prompt's text if the template reads it. `begun` is the mark of a part that
+        the prompt has opened. `dialect` says how calls are written; `schemas` has the known tools
+        and their arguments.
         """
         self._template, self._prefix, self._begun = dict(template), prefix, begun
         self._dialect, self._schemas = dialect, schemas or {}
@@ -40,9 +42,7 @@ class AnswerReader:
 
     @functools.cached_property
     def _parser(self) -> Any:
-        """The template's parser; it is created with the first text, because it cannot be
-        pickled.
-        """
+        """The template's parser; it is created with the first text, as it cannot be pickled."""
         parser = _parser(self._template, self._prefix)
         if self._begun:
             parser.feed(self._begun)

@@ -16,7 +16,7 @@ class DescribedTool(NamedTuple):
     name: str
     schema: Mapping[str, object]
     is_strict: bool
-    """Whether a schema without a grammar is an error; otherwise it then allows any object."""
+    """Whether a schema that no grammar supports is an error; if not, it then allows any object."""
 
 
 def calls_or_json(
@@ -34,7 +34,10 @@ def free_calls(
     can_think: bool,
     has_one_call: bool,
 ) -> str | None:
-    """Return the grammar of free text with constrained calls; None if it cannot be written."""
+    """Return the grammar of free text with constrained calls; None if it cannot be written.
+
+    For calls written as JSON objects, raises `ConfigError` instead of returning None.
+    """
     rules = _followed(tools)
     try:
         return native_grammar(

@@ -68,7 +68,7 @@ def without_tools(
     *,
     described: str | None = None,
 ) -> list[Turn]:
-    """Write tools as text, for a template that does not describe them.
+    """Return turns that describe tools as text, for a template that does not describe them.
 
     Calls and results also become text, in Hermes' form. If the template writes calls and results
     itself, they stay, and `described` must be the text that describes tools to its model.
@@ -104,7 +104,7 @@ def _around(before: str, content: Any, after: str) -> Any:
 
 
 def _with_ids(turn: Turn, names: Mapping[str, str]) -> Turn:
-    """Return a turn with new call ids: those in `names`, otherwise nine characters each."""
+    """Return a turn with new call ids: from `names`, or for other calls nine characters each."""
 
     def renamed(call_id: object) -> str:
         digest = hashlib.sha256(str(call_id).encode()).hexdigest()

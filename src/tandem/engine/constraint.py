@@ -81,8 +81,8 @@ class GrammarConstraint:
         self._seconds_left -= max(0.0, seconds - self._slow_mask_seconds)
         if self._seconds_left < 0:
             raise ConfigError(
-                f"the grammar takes more than {self._slow_mask_seconds} seconds a token to be followed; "
-                "the answer ended here, make it simpler"
+                f"the grammar takes more than {self._slow_mask_seconds} seconds a token to be "
+                "followed; the answer ended here, make it simpler"
             )
 
     def _require_no_error(self) -> None:

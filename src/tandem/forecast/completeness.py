@@ -17,7 +17,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")  # index of a layer or an expert, but
 
 
 def require_complete(checkpoint: AnyCheckpoint) -> None:
-    """Raise `ModelError` if tensors are missing.
+    """Raise `ModelError` if a checkpoint lacks tensors of a layer or an expert.
 
     Packed checkpoints are not checked: they are complete by construction.
     """
@@ -69,7 +69,7 @@ def _require_parameters(path: Path, model: nn.Module, found: set[str]) -> None:
 
 
 def _require_experts(path: Path, model: nn.Module, tensors: dict[str, list[str]]) -> None:
-    """Raise `ModelError` if a layer lacks tensors of some of its experts."""
+    """Raise `ModelError` if an experts module lacks tensors of some of its experts."""
     sources = {
         f"{module_name}.{name}": (len(parameter), Counter(map(_kind, tensors[full_name])))
         for module_name, module in model.named_modules()

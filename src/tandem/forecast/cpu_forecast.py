@@ -1,4 +1,4 @@
-"""Forecasts a model's speed on the CPU of another machine, from its profile."""
+"""Forecasts a model's speed on the CPU of another machine, from that machine's profile."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from tandem.policy.cost import HardwareProfile, interpolate
 
 @dataclass(frozen=True, slots=True)
 class ProfileForecast(Forecast):
-    """The speed that a profile's times add up to."""
+    """A model's speed, computed from the times in a profile, whose name is `profile`."""
 
     profile: str
     costs_of: str

@@ -31,7 +31,10 @@ _REMEDIES: dict[Reads, tuple[str, str]] = {
 
 
 def check_disk(checkpoint: Checkpoint) -> Finding | None:
-    """Measure the disk by reads as large as a packed model's experts; None: it has no experts."""
+    """Return a finding about the disk of a packed model, measured by reads as large as an expert.
+
+    Returns None if the model has no packed experts, or too few bytes of them to measure.
+    """
     suffix = f".{packed_name(STORED_NAME)}"
     entries = checkpoint.files.entries.items()
     experts = [e for name, e in entries if name.endswith(suffix) and e.shape and e.shape[0]]
@@ -48,7 +51,7 @@ def check_disk(checkpoint: Checkpoint) -> Finding | None:
 
 
 def disk_finding(costs: DiskCosts, files: Sequence[Path], reads: Reads) -> Finding:
-    """Report the measured rates, and what is wrong with them."""
+    """Return a finding with the measured rates, and a remedy if the disk slows a model down."""
     rates = " / ".join(f"{rate / 1e9:.2f}" for rate in costs.bytes_per_second)
     depths = " / ".join(map(str, costs.depths))
     text = (

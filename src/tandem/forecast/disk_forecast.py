@@ -40,7 +40,7 @@ class DiskForecast:
 
     disk: DiskCosts
     hit_rate: float
-    """The share of the used experts that is in memory; on a CPU, of those of decode steps."""
+    """The share of used experts that were in memory; on a CPU, only decode steps count."""
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
@@ -86,7 +86,8 @@ def forecast_with_gpu(
 ) -> DiskForecast:
     """Return the speed with these slots beside a GPU, given the speed with all experts in memory.
 
-    The same planner, cache and decisions, but with the time of reads.
+    The simulation of `in_memory` runs again, with the same planner and settings, but experts
+    outside memory are read from the disk.
     """
     machine = dataclasses.replace(in_memory.run.profile, disk=disk)
     memory = HostShare(share=slots.share, make_eviction=host_slot_eviction(_EVICTION))
@@ -101,9 +102,10 @@ def forecast_with_gpu(
 
 
 def costs_in_memory(sizes: ModelSizes, in_memory: SpeedForecast) -> ShapeCosts:
-    """Return the cost of an expert for one token, and of the other parts of a layer.
+    """Return the costs of a decode step of one token: of each expert, and of a layer's other parts.
 
-    A step is assumed to read all of its weights once, at memory speed.
+    They are shares of the forecast time, by bytes: a step is assumed to read all of its weights
+    once, at memory speed.
     """
     geometry = geometry_of(sizes)
     num_uses = geometry.top_k * geometry.num_layers

@@ -69,7 +69,7 @@ def parse_smi(line: str) -> Driver:
 
 
 def _without_gpu(reason: str) -> Finding:
-    """Return why there is no GPU; without a driver nothing needs to be repaired."""
+    """Return the finding for a machine without a usable GPU; without a driver, that is good."""
     if shutil.which("nvidia-smi") is None:
         return Finding("GPU", "good", "none: every expert runs on the CPU")
     return Finding(
@@ -93,7 +93,7 @@ def _memory(gpu: Gpu, streams: CudaStreams) -> Finding:
 
 
 def _link(streams: CudaStreams, driver: Driver) -> Finding:
-    """Time copies from pinned memory to the GPU."""
+    """Return a finding about the link, from timed copies of pinned memory to the GPU."""
     try:
         host, device = streams.pinned(_COPY_BYTES), streams.empty(_COPY_BYTES)
     except (OutOfDeviceMemoryError, RuntimeError) as error:
@@ -149,7 +149,7 @@ def _locked_memory() -> Finding:
 
 
 def _ask_about_first_gpu() -> Driver:
-    """Query torch's first GPU by its UUID, because nvidia-smi may number GPUs differently."""
+    """Return nvidia-smi's values for torch's first GPU, found by UUID, as numbers may differ."""
     return ask_nvidia_smi(str(torch.cuda.get_device_properties(0).uuid))
 
 

@@ -46,7 +46,7 @@ _SYSTEM_BYTES = 4 << 30  # of a PC with a desktop, assumed
 
 @dataclass(frozen=True, slots=True)
 class GpuForecast(Forecast):
-    """The virtual clock's result for one conversation."""
+    """The speed of one simulated conversation, and how it was simulated."""
 
     profile: str
     costs_of: str
@@ -117,12 +117,12 @@ def device_memory(offload: OffloadConfig) -> DeviceMemory:
 
 
 def measured_shape(sizes: ModelSizes) -> ModelShape:
-    """Return the shape of a model's first layers, enough that some hold experts."""
+    """Return a model's shape cut after its first layer with experts and the layer after that."""
     return cut_shape(sizes, min(sizes.moe_layers) + _MEASURED_LAYERS)
 
 
 def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
-    """Measure the CPU and the memory on a few layers; the result is kept."""
+    """Return the profile of this CPU and its memory, kept or measured on a few layers."""
     here = dataclasses.replace(
         offload, device="cpu", expert_dtype=sizes.expert_formats[0], expert_memory="auto"
     )
@@ -134,7 +134,7 @@ def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
 
 
 def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
-    """Measure this machine's GPU as loading does, on a few layers."""
+    """Return the profile of this machine's GPU, kept or measured on a few layers as in loading."""
     here = dataclasses.replace(offload, expert_dtype=sizes.expert_formats[0], expert_memory="auto")
     shape = measured_shape(sizes)
     # Moving it to the GPU packs it as the options say.
@@ -217,13 +217,13 @@ class GpuRun:
 
 
 def geometry_of(sizes: ModelSizes) -> Geometry:
-    """Return the geometry for a planner; layers of several sizes are averaged."""
+    """Return the geometry for a planner, with the layers' average number of experts."""
     num_experts = math.ceil(sizes.num_experts / sizes.num_moe_layers)
     return Geometry(sizes.num_moe_layers, num_experts, min(sizes.top_k, num_experts))
 
 
 def costs_for(sizes: ModelSizes, profile: HardwareProfile) -> ShapeCosts:
-    """Return a model's costs: those of the profile's nearest shape, scaled by bytes.
+    """Return a model's costs: the costs of the profile's most similar shape, scaled by bytes.
 
     The costs exclude the host's work, which does not depend on bytes.
     """
@@ -257,7 +257,7 @@ def shape_sizes(shape: ModelShape, offload: OffloadConfig) -> ModelSizes:
 def _dense_seconds(
     known_seconds: tuple[float, ...], known: ModelSizes, sizes: ModelSizes
 ) -> tuple[float, ...]:
-    """Return the seconds of a layer's dense parts by token count, from those of a known shape.
+    """Return the seconds of a layer's dense parts by token count, from a known shape's seconds.
 
     For few tokens, the time is for launches and for reading the weights' bytes. For many tokens, it
     is for arithmetic, which packing does not change.
@@ -276,6 +276,6 @@ def _dense_seconds(
 
 
 def _layer_bytes(parts: Mapping[str, int], sizes: ModelSizes) -> float:
-    """Return the bytes of the dense parts of a layer, without embeddings and head."""
+    """Return the average bytes of a layer's dense parts, without embeddings and head."""
     own = (num_bytes for part, num_bytes in parts.items() if "embeddings" not in part)
     return sum(own) / sizes.num_layers

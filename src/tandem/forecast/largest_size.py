@@ -20,7 +20,7 @@ _FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class SizeProposal:
-    """A size, or the reason why there is none."""
+    """A size to pack a model in, or the reason why no size is proposed."""
 
     requested_tokens_per_second: float
     num_bytes: int

@@ -36,7 +36,7 @@ AnyForecast = SpeedForecast | GpuForecast | ProfileForecast
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The forecast for one choice of options."""
+    """What loading and running a model with certain options would take: memory, slots and speed."""
 
     sizes: ModelSizes
     context_tokens: int
@@ -49,13 +49,13 @@ class Plan:
     """Free device memory before the model is loaded; 0 without a device."""
     expert_slots: int
     speed: AnyForecast | str
-    """The speed, measured on this CPU or simulated with a GPU; or the reason why it is unknown."""
+    """The speed: measured on this CPU, simulated, or from a profile; else why it is unknown."""
     can_be_packed: bool
     """Whether the model is not packed yet."""
     slots_over_disk: SlotsOverDisk | None = None
-    """The host slots of a packed model that does not fit in memory."""
+    """The host slots if experts run from the disk; None: all experts are in memory."""
     from_disk: DiskForecast | None = None
-    """The speed with experts on the disk; None if the CPU or the disk was not measured."""
+    """The speed with experts on the disk; None if `speed` is unknown or the disk not measured."""
     sequences: int = 1
     """The number of sequences, each as long as the context."""
     draft: ModelSizes | None = None
@@ -275,12 +275,12 @@ def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
 
 
 def _packed_in(name: str, sizes: ModelSizes) -> str:
-    """Return the words for a format in advice: an option for a dense model, or the experts."""
+    """Return advice's words: "--dense-dtype int8" for a dense model, otherwise "int8 experts"."""
     return f"--dense-dtype {name}" if sizes.is_dense else f"{name} experts"
 
 
 def _rounded_dense_layers(sizes: ModelSizes) -> list[str]:
-    """Return text about a quantised checkpoint's linear layers that do not keep their codes."""
+    """Return advice on a quantised checkpoint's linear layers that lose their codes; or nothing."""
     kept, others = sizes.dense_layers_with_codes, sizes.dense_layers_without
     if not others:
         return []
@@ -314,7 +314,7 @@ def _to_fit(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
 
 
 def _decode_with(speed: SpeedForecast, before: ModelSizes, after: ModelSizes) -> float:
-    """Return the decode speed if a step cost only the dense parts and the experts' bytes."""
+    """Return the decode speed with sizes `after`, if a step takes time only to read its weights."""
     now, then = (
         sizes.top_k * sizes.num_moe_layers * sizes.expert_image_bytes + sizes.total_dense_bytes
         for sizes in (before, after)
@@ -380,7 +380,7 @@ def _disk_json(slots: SlotsOverDisk, found: DiskForecast | None) -> dict[str, ob
 
 
 def _more_of_speed(speed: AnyForecast | str) -> dict[str, object]:
-    """Return the additional fields of one kind of forecast."""
+    """Return the JSON fields that only this class of forecast has, or why the speed is unknown."""
     if isinstance(speed, str):
         return {"speed_unknown": speed}
     if isinstance(speed, GpuForecast):

@@ -43,7 +43,7 @@ class Agreement:
 
     @property
     def is_good(self) -> bool:
-        """Whether the difference is explained by rounded activations."""
+        """Whether the difference is small enough to come from rounded activations alone."""
         return self.kl <= LARGEST_KL and self.top1 >= LEAST_TOP1
 
 

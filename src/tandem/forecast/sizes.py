@@ -71,7 +71,7 @@ class ModelSizes:
     num_experts: int
     """Experts of all MoE layers together; 0 for a dense model."""
     moe_layers: tuple[int, ...]
-    """The indices of the layers with experts."""
+    """The indices of the MoE layers among all layers."""
     num_layers: int
     dense_bytes: dict[str, int]
     """Bytes of each dense part, in the formats that the options name."""
@@ -98,7 +98,7 @@ class ModelSizes:
     disk_table_bytes: int = 0
     """Bytes of tables that stay on the disk; not in `dense_bytes`."""
     by_token: tuple[int, ...] = ()
-    """The indices, among layers with experts, of those that are routed by token."""
+    """Which MoE layers are routed by token: their numbers, counting MoE layers from 0."""
     mixer_token_bytes: int = 0
     """The most bytes that a token's activations take in a layer with recurrent states."""
     vision: PreTrainedConfig | None = None

@@ -89,7 +89,7 @@ def forecast_speed(
     refresh: bool = False,
     rounds: int = ROUNDS,
 ) -> SpeedForecast | str:
-    """Return the speed on the CPU, kept or measured in `rounds` rounds; else a sentence why not."""
+    """Return the CPU's speed, kept or measured in `rounds` rounds, or why it cannot be measured."""
     reason = why_not_measured(sizes)
     if reason:
         return reason
@@ -154,7 +154,7 @@ def _measure(sizes: ModelSizes, offload: OffloadConfig, num_rounds: int) -> Spee
 
 
 def _extrapolate(counts: Sequence[int], times: Sequence[Times], num_layers: int) -> Times:
-    """Return the times of the whole model from those of models with `counts` layers."""
+    """Return the times of the whole model, given the times of models with `counts` layers."""
     ends = zip(times[0], times[-1], strict=True)
     return Times(*(extrapolate((counts[0], a), (counts[-1], b), num_layers) for a, b in ends))
 
@@ -164,7 +164,7 @@ def _median(times: Sequence[Times]) -> Times:
 
 
 def _layers_to_time(sizes: ModelSizes) -> list[int]:
-    """Return the layer counts of the models that are timed; small models are timed whole."""
+    """Return how many layers each timed model has: two counts, or all layers of a small model."""
     if sizes.layers_bytes <= _WHOLE_BYTES:
         return [sizes.num_layers]
     listed = cut_shape(sizes, sizes.num_layers).kinds

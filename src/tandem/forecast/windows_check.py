@@ -75,7 +75,7 @@ _TABLE: tuple[tuple[Callable[[_Facts], bool], Finding], ...] = (
 
 
 def check_windows(*kinds: str, total_bytes: int = 0, root: Path = ROOT) -> Iterator[Finding]:
-    """Yield the findings about WSL2; `total_bytes` is the memory that Linux sees."""
+    """Yield the findings on the items `kinds`; `total_bytes` is the memory that Linux sees."""
     try:
         pages: str | None = (root / _HUGE_PAGES).read_text().strip()
     except OSError:

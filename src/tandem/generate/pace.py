@@ -105,7 +105,7 @@ class Pace:
         """Record a chunk's duration.
 
         `part` is the number of streams over the number of running requests. If it is 0, only the
-        estimate of a chunk's cost changes. If `part` is less than `stream_share`, streams get
+        estimates of a chunk's duration change. If `part` is less than `stream_share`, streams get
         `part` of the time, so that all requests get equal time. `has_decoded` tells whether the
         chunk's forward also gave each stream a token.
         """

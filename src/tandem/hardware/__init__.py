@@ -1,1 +1,1 @@
-"""The costs of operations on one machine: profiles and their files."""
+"""What a machine has: profiles of its costs, its processors, limits, disk and operating system."""

@@ -42,7 +42,7 @@ def memory_left(root: Path) -> int | None:
 
 
 def _groups(root: Path, controller: str) -> Iterator[_Group]:
-    """Yield the process's group and its parents, whose limits apply too."""
+    """Yield the process's groups under a controller, and their parents, whose limits apply too."""
     groups = read_text(root / "proc/self/cgroup") or ""
     for line in groups.splitlines() or ["0::/"]:
         _, _, rest = line.partition(":")

@@ -40,9 +40,9 @@ def measure_disk(
     seconds: float = _SECONDS,
     depths: tuple[int, ...] = DEPTHS,
 ) -> DiskCosts | None:
-    """Measure reads of experts from files, for `seconds` at each queue depth.
+    """Measure reads of experts of `expert_bytes` from files, for `seconds` at each queue depth.
 
-    Returns None if no file has at least a page. Raises `OSError`.
+    Returns None if no file has at least a page. Raises `OSError` if a file cannot be read.
     """
     sizes = {file: file.stat().st_size // _PAGE_BYTES * _PAGE_BYTES for file in files}
     piece = min(-(-expert_bytes // _PAGE_BYTES) * _PAGE_BYTES, _MOST_PIECE_BYTES)
@@ -71,7 +71,7 @@ Read = Callable[[random.Random, memoryview], None]
 
 
 def _reader(files: Sequence[_File], piece: int, *, is_direct: bool) -> Read:
-    """Return a function that reads a piece at a random place into a buffer."""
+    """Return a function that reads a piece at a random place of a random file into a buffer."""
     weights = [file.num_bytes for file in files]
 
     def read(source: random.Random, buffer: memoryview) -> None:
@@ -85,7 +85,7 @@ def _reader(files: Sequence[_File], piece: int, *, is_direct: bool) -> Read:
 
 
 def _reads_per_second(read: Read, depth: int, seconds: float, piece: int) -> float:
-    """Return the reads per second of `depth` threads."""
+    """Return how many reads per second `depth` threads do together, during `seconds`."""
 
     def keep_reading(seed: int) -> int:
         source, buffer, count = random.Random(seed), buffers[seed], 0
@@ -103,7 +103,7 @@ def _reads_per_second(read: Read, depth: int, seconds: float, piece: int) -> flo
 
 
 def _huge_pages(num_bytes: int) -> memoryview:
-    """Return touched memory that begins at a huge page, if the system supports huge pages."""
+    """Return memory that has been written to, in a huge page if the system supports them."""
     memory = mmap.mmap(-1, 2 * _HUGE_PAGE_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):

@@ -23,7 +23,11 @@ Reads = Literal["direct", "refused", "silently buffered"]
 
 
 def how_reads_go(file: Path) -> Reads:
-    """Test with a few pieces how a file is read; a file smaller than a page gives "refused"."""
+    """Return how the system handles O_DIRECT reads of a file, tested with a few pieces.
+
+    The result is "direct" if they bypass the page cache, or if this cannot be found out. It is
+    "refused" also for a file smaller than a page.
+    """
     if not hasattr(os, "O_DIRECT"):  # not Linux
         return "refused"
     try:

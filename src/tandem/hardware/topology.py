@@ -27,17 +27,18 @@ class Topology:
     fast_cores: tuple[int, ...]
     """The processors in `cores` that are not much slower than the fastest."""
     quota: float | None = None
-    """A container's limit in processors; None without one."""
+    """The number of processors that a container may use at once; None: no limit."""
 
     @property
     def num_threads(self) -> int:
-        """The default number of threads: the fast cores, but no more than a container's limit."""
+        """The default number of threads: one per fast core, but at most a container's limit."""
         fast = len(self.fast_cores)
         return fast if self.quota is None else max(1, min(fast, int(self.quota)))
 
     def places(self, num_threads: int) -> tuple[int, ...]:
-        """Return the processors for `num_threads` threads, using as few kinds of cores as
-        possible.
+        """Return the processors on which `num_threads` threads may run.
+
+        These are the fast cores if they are enough, else all cores, else all usable processors.
         """
         fitting = (p for p in (self.fast_cores, self.cores) if num_threads <= len(p))
         return next(fitting, self.usable)
@@ -84,7 +85,10 @@ def _one_per_core(processors: Sequence[int], cpus: Path) -> tuple[int, ...]:
 
 
 def _fast(cores: tuple[int, ...], root: Path) -> tuple[int, ...]:
-    """Return the fast cores by their capacity, or on Intel's hybrid processors by their kind."""
+    """Return the fast cores among `cores`; all cores if the system tells no differences.
+
+    A core is judged by its capacity, or on Intel's hybrid processors by its type.
+    """
     capacities = {core: read_number(root / _CPUS / f"cpu{core}" / "cpu_capacity") for core in cores}
     known = [capacity for capacity in capacities.values() if capacity is not None]
     if len(known) == len(cores) and known:

@@ -39,7 +39,7 @@ def wsl_version(root: Path = ROOT) -> int | None:
 
 
 def is_on_windows_drive(path: Path, root: Path = ROOT) -> bool:
-    """Tell whether a path is on a Windows drive, such as /mnt/c, by its deepest mount."""
+    """Tell whether a path is on a Windows drive, such as /mnt/c; its deepest mount decides."""
     try:
         mounts = (root / "proc/self/mounts").read_text()
     except OSError:
@@ -76,7 +76,7 @@ def memory_setting(root: Path = ROOT) -> str | None:
 
 
 def memory_advice(total_bytes: int, root: Path = ROOT) -> str:
-    """Return how to give WSL2 more of the PC's memory, of which Linux sees `total_bytes`.
+    """Return advice on giving WSL2 more of the PC's memory, of which Linux sees `total_bytes`.
 
     By default WSL2 gets half of the PC's memory; the advice is all memory but Windows' share.
     """

@@ -1,7 +1,7 @@
 """The interface to Transformers: config, quantizer, experts function, loading and saving.
 
-Importing this package loads Transformers, so that `tandem.registration` has registered Tandem with
-it before any module of the package is used, whichever a user imports first.
+Importing this package loads Transformers, which makes `tandem.registration` register Tandem there.
+So Tandem is registered before a module of this package is used, in whatever order a user imports.
 """
 
 import transformers.quantizers.auto  # noqa: F401

@@ -1,4 +1,4 @@
-"""Announces a model's experts to the store before any is read; checks that memory holds them."""
+"""Adds a model's MoE layers to the host store before weights are read; checks that they fit."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def announce(
     module: ModelPart,
     expert_dtype: torch.dtype | ExpertFormat | None,
 ) -> HostLayer:
-    """Add a layer without values to a store for an experts module.
+    """Add the layer of an experts module to a store, with shapes but no weights yet; return it.
 
     If `expert_dtype` is None, the experts keep the module's dtype.
     """
@@ -39,16 +39,17 @@ def announce(
 
 
 def source_dtype_of(experts: dict[str, ModelPart], default: torch.dtype) -> torch.dtype:
-    """Return the dtype that experts modules were built in; for a dense model `default`."""
+    """Return the dtype of the experts modules' parameters; `default` if there are no modules."""
     return next((module.down_proj.dtype for module in experts.values()), default)
 
 
 def room_left(
     store: HostStore, modules: dict[str, ModelPart], dense_bytes: int, dtype: torch.dtype
 ) -> int:
-    """Return the memory that a model will leave free; must be called before weights are read.
+    """Return the bytes of host memory that stay free after loading a model.
 
-    Raises `CapacityError`, which names formats that would fit.
+    Must be called before weights are read. `dense_bytes` is the size of the model's dense parts.
+    Raises `CapacityError` if the model does not fit; the error names formats that would fit.
     """
     source_dtype = source_dtype_of(modules, dtype)
     needed = store.expected_bytes(source_dtype) + dense_bytes

@@ -1,7 +1,7 @@
-"""Connects a loaded model to the executor of its experts, which is built here from its parts.
+"""Builds the executor of a loaded model's experts, and connects the model to it.
 
-Store, device, clock, planner and kernels do not know how the other parts are made; this module
-alone chooses them, by the options.
+Only this module chooses the executor's parts, by the options: device, clock, planner and kernels.
+No part knows how another part is made.
 """
 
 import dataclasses
@@ -47,10 +47,10 @@ def assemble(
     options: OffloadConfig,
     read_experts: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make a model's experts run as the options say from now on; raises `TandemError`.
+    """Pack and place a model's dense parts as the options say, and build its experts' executor.
 
-    `read_experts` is called once the dense parts have their memory; it must read the experts into
-    the memory that they run from.
+    An earlier executor is closed first. `read_experts` is called once the dense parts have their
+    memory; it must read the experts into the memory that they run from. Raises `TandemError`.
     """
     runtime.end_executor()
     runtime.choose(options)
@@ -75,8 +75,8 @@ def assemble(
 def _bring_dense_parts(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -> None:
     """Pack linear layers if the GPU has kernels for them, and move the dense parts to the GPU.
 
-    Embeddings stay on the host if possible. A step reads all dense parts, so eight bits instead of
-    sixteen halve its time and memory.
+    Embeddings stay on the host if possible. A step reads all dense parts, so with eight bits
+    instead of sixteen they take half the time and memory.
     """
     device, fmt = runtime.device, parse_dense_dtype(options.dense_dtype)
     can_pack = is_quantised(model) and has_kernels()
@@ -103,14 +103,14 @@ def profile_of(model: PreTrainedModel, *, refresh: bool = False) -> HardwareProf
 
 
 def keep_profile_of(model: PreTrainedModel, profile: HardwareProfile) -> None:
-    """Replace the kept profile that `profile_of` returns."""
+    """Keep a profile for a loaded model on this machine; `profile_of` returns it from now on."""
     runtime = require_runtime(model)
     with runtime.using(runtime.executor):
         save_profile(profile, profile_path(observe(model, runtime)))
 
 
 def _hybrid(observed: ObservedModel, runtime: Runtime) -> HybridExecutor:
-    """Build the executor and fill its cache; an error closes the device and the look-ahead."""
+    """Return an executor with a filled expert cache; an error closes device and look-ahead."""
     module = importlib.import_module(kind_of(observed.options.device).machine)
     with runtime.looking_ahead(_look_ahead(observed)) as ahead:
         if ahead is not None:
@@ -178,7 +178,7 @@ def _look_ahead(observed: ObservedModel) -> LookAhead | None:
 
 
 def _end(cache: ExpertCache, heat: Heat, captured: CapturedSteps | None) -> None:
-    """Save what was learned and stop the threads when the executor or the program ends."""
+    """Save the heat and stop the threads; runs when the executor is freed or the program ends."""
     heat.save()
     if captured is not None:
         captured.close()

@@ -31,7 +31,7 @@ _LONGEST_TYPE = 100  # characters
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory whose files are complete."""
+    """A model directory whose config and tensor headers `open_checkpoint` has checked."""
 
     directory: Path
     config: JsonObject
@@ -41,12 +41,12 @@ class Checkpoint:
 
     @property
     def quantization(self) -> JsonObject | None:
-        """The `quantization_config`, from wherever config.json keeps it."""
+        """The `quantization_config` of config.json or its text part; None if it has none."""
         return quantization_of(self.config)
 
     @property
     def is_packed(self) -> bool:
-        """Whether Tandem wrote the checkpoint."""
+        """Whether the checkpoint is packed, as Tandem writes it."""
         return (self.quantization or {}).get("quant_method") == QUANT_METHOD
 
     @property
@@ -61,20 +61,20 @@ class Checkpoint:
 
     @property
     def held(self) -> HeldTensors:
-        """Upper limits on layers and weights, from the tensors, to check the config against."""
+        """Upper limits on layers and weights, from the tensors; the config must not exceed them."""
         entries = self.files.entries
         elements = sum(entry.most_elements for entry in entries.values())
         return HeldTensors(entries, len(entries), elements)
 
     @property
     def weight_files(self) -> list[Path]:
-        """The files that hold tensors, in order."""
+        """The files that hold tensors, sorted by path."""
         return sorted({entry.file for entry in self.files.entries.values()})
 
 
 @dataclass(frozen=True, slots=True)
 class GgufCheckpoint:
-    """A GGUF file (and its other parts), which is a whole model; checked when it is opened."""
+    """A model in one GGUF file or in several parts; reading them checks them, not this class."""
 
     path: Path
     is_packed: Literal[False] = False

@@ -53,13 +53,13 @@ T = TypeVar("T")
 
 
 class QuantizerHooks:
-    """Maps quantizer methods, which differ between versions, to two that subclasses override."""
+    """Calls two methods, which subclasses override, from the quantizer hooks of all versions."""
 
     def prepare_config(self, config: PreTrainedConfig) -> None:
         """Prepare the model's config before the checkpoint's files are looked up."""
 
     def rewrite_conversions(self, conversions: list[object]) -> list[object]:
-        """Change the model's weight conversions."""
+        """Return the model's weight conversions; subclasses change them."""
         return conversions
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -92,8 +92,8 @@ def is_expert_merge(converter: object) -> bool:
 def own_conversions(model: PreTrainedModel) -> list[WeightConverter | WeightRenaming]:
     """Return weight conversions of a model that Transformers does not list for its class.
 
-    They are those of experts that a checkpoint stores one by one (an adapter's `SEPARATE`), and
-    those of the model type `MULTIMODAL_TYPE`, whose text model this is, except of name prefixes.
+    These merge experts that a checkpoint stores one by one (an adapter's `SEPARATE`). A text model
+    with `MULTIMODAL_TYPE` also gets that model type's conversions, except those of name prefixes.
     """
     whole_type = getattr(model, "MULTIMODAL_TYPE", None)
     known = [] if whole_type is None else get_checkpoint_conversion_mapping(whole_type) or []
@@ -113,7 +113,7 @@ def _separate_experts(model: PreTrainedModel) -> list[WeightConverter]:
 
 
 def target_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Return the parameter that each checkpoint name ends up in, by the model's conversions.
+    """Return the parameter's name for each tensor's name, by the model's weight conversions.
 
     If several tensors form one parameter (the experts of a layer), all map to its name.
     """
@@ -140,13 +140,13 @@ def takes_logits_to_keep(model: PreTrainedModel) -> bool:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Return the name of the cache in a model's arguments and outputs; it changed in 5.24."""
+    """Return the KV cache's name in a model's arguments and outputs; it changed in 5.24."""
     names = inspect.signature(model.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
 
 
 def takes_cache(forward: Callable[..., T]) -> Callable[..., T]:
-    """Wrap a forward whose argument is `cache` so that its name before 5.24 works too."""
+    """Let a forward with an argument `cache` also take it as `past_key_values` (before 5.24)."""
 
     @functools.wraps(forward)
     def renamed(*args: object, **kwargs: object) -> T:
@@ -163,7 +163,7 @@ def has_dynamic_cache(model: PreTrainedModel) -> bool:
 
 
 def is_empty_cache_layer(layer: object) -> bool:
-    """Tell whether a cache layer belongs to a layer that keeps nothing (not in 5.17)."""
+    """Tell whether a KV cache's layer is a dummy of a model layer without state (not in 5.17)."""
     return type(layer).__name__ == "DummyLayer"
 
 
@@ -184,7 +184,7 @@ def selects_by_head(layer: object) -> bool:
 
 
 def keeps_prompt(layer: object) -> bool:
-    """Tell whether a cache's layer keeps a whole prompt, and a window of the decoded tokens.
+    """Tell whether a cache's layer keeps the whole prompt, but only a window of decoded tokens.
 
     True for Unlimited-OCR's layers, whose class is in the model's own file (not in 5.17).
     """
@@ -192,9 +192,9 @@ def keeps_prompt(layer: object) -> bool:
 
 
 def layers_again(config: PreTrainedConfig, layers: list[T]) -> list[T]:
-    """Return the layers of a forward's additional passes, in order; each pass has its own cache.
+    """Return the layers that a forward runs again, once per additional pass, in order.
 
-    For Inkling 2's loop, whose code copies the cache's layers for each pass (not in 5.17).
+    Inkling 2 loops like this; its code copies the KV cache's layers for each pass (not in 5.17).
     """
     if not hasattr(config, "loop_num_passes"):
         return []
@@ -208,22 +208,22 @@ def cache_layer_kinds(*names: str) -> tuple[type, ...]:
 
 
 def own_cache_class(model: PreTrainedModel) -> type[DynamicCache] | None:
-    """Return the cache class that a model's own file defines and requires; None: it has none."""
+    """Return the KV cache class that a model's own file defines and requires; None: no class."""
     own = vars(sys.modules[type(model).__module__]).values()
     kinds = (kind for kind in own if isinstance(kind, type) and issubclass(kind, DynamicCache))
     return next((kind for kind in kinds if kind.__module__ == type(model).__module__), None)
 
 
 def forget_positions(cache: object) -> None:
-    """Clear positions that Qwen4's code stores on a cache: the next prompt starts at 0 (5.17)."""
+    """Delete the positions that Qwen4 stores on a cache, so that a prompt starts at 0 (5.17)."""
     vars(cache).pop("position_ids", None)
 
 
 def first_position_ids(model: PreTrainedModel, ids: Tensor, kwargs: dict[str, object]) -> Tensor:
     """Return the positions that `generate` gives a prompt's tokens (5.17 to today).
 
-    Models with images keep the offset of a prompt's positions from its length in an attribute. A
-    later forward without positions would add this offset to any prompt, so the old value is
+    Models with images keep in `rope_deltas` by how much a prompt's positions differ from its
+    length. A later forward without positions would add this to any prompt, so the old value is
     restored.
     """
     noting = vars(getattr(model, "model", model))
@@ -237,7 +237,7 @@ def first_position_ids(model: PreTrainedModel, ids: Tensor, kwargs: dict[str, ob
 def next_step_kwargs(
     model: PreTrainedModel, outputs: object, kwargs: dict[str, object]
 ) -> dict[str, object]:
-    """Return the arguments of the step after `outputs`, as `generate` does (5.17 to today)."""
+    """Return the arguments of the step after `outputs`, as `generate` sets them (5.17 to today)."""
     updated: dict[str, object] = model._update_model_kwargs_for_generation(outputs, kwargs)
     return updated
 
@@ -245,7 +245,7 @@ def next_step_kwargs(
 def config_to_step(
     config: PreTrainedConfig, attention: str, copies: dict[int, PreTrainedConfig]
 ) -> PreTrainedConfig:
-    """Return a config's copy with an attention function, for a forward that computes logits only.
+    """Return a copy of a config that names `attention`, for a forward that returns only logits.
 
     Replaces `set_attn_implementation`, which changes the config that all other code reads (5.17 to
     today). `copies` collects copies by the original's `id`, as configs may contain each other.
@@ -262,7 +262,7 @@ def config_to_step(
 
 
 def use_experts(config: PreTrainedConfig, name: str) -> None:
-    """Set the experts function of the modules that read a config.
+    """Set, by name, the experts function of all modules that read a config.
 
     Replaces `set_experts_implementation`, which models have and configs lack (5.17 to today).
     """
@@ -272,7 +272,7 @@ def use_experts(config: PreTrainedConfig, name: str) -> None:
 def choose_no_implementation(config: PreTrainedConfig) -> None:
     """Clear a config's experts function, and its attention function unless "eager" or "sdpa".
 
-    Transformers then chooses. Setters also change nested configs. 5.17 to today; no public name.
+    Transformers then chooses both, also in nested configs. 5.17 to today; no public name.
     """
     if config._attn_implementation not in (None, "eager", "sdpa"):
         config._attn_implementation = None
@@ -306,7 +306,7 @@ def ignore_in_files(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def parts_in_fp32(model: PreTrainedModel) -> Collection[str]:
-    """Return words in the names of weights that `from_pretrained` keeps in fp32 in any dtype.
+    """Return words; `from_pretrained` keeps weights whose names have one in fp32, in any dtype.
 
     5.17 to today; no public name.
     """
@@ -343,7 +343,7 @@ def repeat_warnings(held: Iterable[logging.LogRecord]) -> None:
 
 
 def image_tower(model: PreTrainedModel) -> ModelPart | None:
-    """Return the part of a model that makes features of images and merges them, if it has one."""
+    """Return the part of a model that merges image features into its embeddings; None: no part."""
     inner: ModelPart | None = getattr(model, "model", None)
     return inner if hasattr(inner, "get_image_features") else None
 
@@ -363,7 +363,7 @@ def image_positions(
 ) -> Tensor:
     """Return the positions (kinds, n_tokens) that `generate` gives a prompt with images.
 
-    If text positions come first, before those of time, height and width, they are left out.
+    Kinds are time, height and width. Text positions, which some models put first, are left out.
     """
     tokens = torch.tensor([list(ids)], device="cpu")
     kwargs: dict[str, object] = {**inputs, "attention_mask": torch.ones_like(tokens)}
@@ -375,7 +375,7 @@ def image_positions(
 def model_of(
     kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Build a model of a class in a dtype, by the only method of Transformers that can (today)."""
+    """Build a model of class `kind` in a dtype; no public method of Transformers can (today)."""
     return kind._from_config(config, dtype=dtype)
 
 
@@ -383,9 +383,9 @@ def model_of(
 def given_features(
     model: PreTrainedModel, features: ImageFeatures | None
 ) -> Iterator[dict[str, Tensor]]:
-    """Make a copy of a model use `features` instead of its tower's; yield the arguments for that.
+    """Make a shallow copy of a model use `features`, not its tower; yield the forward's arguments.
 
-    5.23 has an argument for features, 5.17 has none.
+    Works with all versions: 5.23 has an argument for features, 5.17 has none.
     """
     if features is None:
         yield {}

@@ -83,9 +83,10 @@ def parse_dense_dtype(name: str) -> WeightFormat | None:
 def stored_format(
     expert_dtype: torch.dtype | ExpertFormat | None, source_dtype: torch.dtype
 ) -> torch.dtype | ExpertFormat:
-    """Return the dtype or format of experts in memory: a packed format if one holds the dtype.
+    """Return the format of experts in memory; fp32 stays a dtype, for the torch reference.
 
-    fp32 stays unpacked, for the torch reference.
+    bf16 and fp16 become the packed formats of these names. If `expert_dtype` is None, the result is
+    that of `source_dtype`.
     """
     dtype = expert_dtype or source_dtype
     return _PACKED_DTYPES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else dtype
@@ -145,7 +146,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
         self._require_grids()
 
     def _require_grids(self) -> None:
-        """Raise `ConfigError` for packed IQ2 and IQ3 weights of a version that had no grids."""
+        """Raise `ConfigError` if packed IQ2 or IQ3 weights are of a version that had no grids."""
         if self.packed_format is None or self.packed_format >= _FIRST_WITH_GRIDS:
             return
         names = [self.expert_dtype, self.dense_dtype, *(self.expert_formats or ())]

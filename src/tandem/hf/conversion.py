@@ -31,11 +31,11 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
     """Moves fused expert tensors (num_experts, ...) to the host store; passes on other tensors."""
 
     def __init__(self, writer: StoreWriter) -> None:
-        """Write to the layers that `writer` finds."""
+        """Use `writer`, which finds the layer of a parameter and keeps errors."""
         self.writer = writer
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Store each tensor of {parameter name: tensor} that belongs to an experts module."""
+        """Store the experts' tensors of {parameter name: tensor}; return it with placeholders."""
         return {name: self._store(name, value) for name, value in input_dict.items()}
 
     def _store(self, name: str, value: Loaded | list[Loaded]) -> Loaded | list[Loaded]:
@@ -82,7 +82,7 @@ class StoreExpertwise(StoreFused):
         full_layer_name: str = "",
         **kwargs: object,
     ) -> dict[str, Tensor]:
-        """Store {source pattern: [one tensor per expert]} as one fused tensor of the layer."""
+        """Store {source pattern: [one tensor per expert]} as one tensor; return its placeholder."""
         assert source_patterns is not None
         assert target_patterns is not None
         columns = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
@@ -100,10 +100,10 @@ class StoreExpertwise(StoreFused):
 
 
 class StoreStacked(StoreExpertwise):
-    """Moves stacked experts into the host store: each tensor has the rows of all experts."""
+    """Moves experts into the host store from tensors in which their rows follow each other."""
 
     def __init__(self, writer: StoreWriter, *, are_transposed: bool) -> None:
-        """Write to the layers that `writer` finds.
+        """Use `writer`, which finds the layer of a parameter and keeps errors.
 
         `are_transposed` says that a tensor's rows are the columns of the experts' matrices.
         """
@@ -118,7 +118,7 @@ class StoreStacked(StoreExpertwise):
         full_layer_name: str = "",
         **kwargs: object,
     ) -> dict[str, Tensor]:
-        """Store {source pattern: [one tensor]} as one fused tensor of the layer."""
+        """Store {source pattern: [tensor of all experts]} as one fused tensor of the layer."""
         found = self.writer.find(full_layer_name)
         assert found is not None, f"{full_layer_name} is not a parameter of an experts module"
         columns: dict[str, list[Loaded]] = {}
@@ -132,7 +132,7 @@ class StoreStacked(StoreExpertwise):
 def adapter_conversions(
     model: PreTrainedModel, writer: StoreWriter
 ) -> list[WeightConverter | WeightRenaming]:
-    """Return conversions for names and layouts that only a model's adapters know."""
+    """Return conversions for the names and layouts of a model's tensors that only adapters know."""
     found = own_conversions(model)
     for rows in stacked_rows(model):
         operations = [StoreStacked(writer, are_transposed=rows.are_transposed)]
@@ -170,7 +170,7 @@ class StorePacked(StoreFused):
 
 
 class ReadSource(ConversionOps):  # type: ignore[misc]
-    """Reads weights of a quantised source for the model's own operations, which run afterwards."""
+    """Dequantises weights of a source, for the model's own operations, which run afterwards."""
 
     def convert(
         self, input_dict: dict[str, list[Loaded]], **kwargs: object

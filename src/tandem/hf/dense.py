@@ -40,7 +40,7 @@ _LEAST_ROWS = 4
 _READ_BY_HEAD = ("kv_b_proj",)
 
 Place = Callable[[DenseWeight, torch.dtype, Tensor | None], nn.Module]
-"""Builds the layer from a weight, its original dtype and the order of its inputs."""
+"""Builds a packed layer from a weight, the replaced layer's dtype and the weight's input order."""
 
 
 def pack_dense_layers(model: PreTrainedModel, dense_dtype: str, threads: CpuThreads) -> int:
@@ -145,7 +145,7 @@ def _pack_here(model: PreTrainedModel, format_of: _FormatOf, threads: CpuThreads
 def _replace(
     model: nn.Module, layers: Iterable["LinearAt"], format_of: _FormatOf, place: Place
 ) -> int:
-    """Pack every layer whose dtype has a format; return the packed bytes."""
+    """Pack every layer for whose dtype `format_of` returns a format; return the packed bytes."""
     num_bytes = 0
     for path, parent, name, linear in list(layers):
         fmt, dtype = format_of(linear.weight.dtype), linear.weight.dtype
@@ -165,7 +165,7 @@ def _replace(
 def untie(model: nn.Module, *kinds: type[nn.Module]) -> None:
     """Keep Transformers from tying weights that layers of these `kinds` hold in another form.
 
-    A head that was tied to the embeddings becomes a packed copy of them.
+    A head that was tied to the embeddings stays a packed copy of them.
     """
     tied = tied_weights(model)
     kept = [key for key in tied if isinstance(model.get_submodule(key.rpartition(".")[0]), kinds)]
@@ -193,7 +193,7 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
 
 
 def share_threads(model: nn.Module, threads: CpuThreads) -> None:
-    """Make all packed layers use these threads from now on."""
+    """Make all packed layers of a model use these threads from now on."""
     for module in model.modules():
         own = module.on_host if isinstance(module, HostEmbedding) else module
         if isinstance(own, PackedModule):
@@ -219,7 +219,7 @@ LinearAt = tuple[str, nn.Module, str, nn.Linear]
 
 
 def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[LinearAt]:
-    """Yield every linear layer that packing pays for, on the CPU or, if `on_device`, on a GPU."""
+    """Yield every linear layer worth packing, for the CPU or, if `on_device`, for a GPU."""
     least = _LEAST_ROWS * cast("ModelPart", model).config.get_text_config().hidden_size
     routers = router_layers(model)
     for above, parent in model.named_modules():
@@ -233,22 +233,22 @@ def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[Li
 
 
 def tied_weights(model: nn.Module) -> dict[str, str]:
-    """Return, by name, the weight that Transformers ties each tied weight to."""
+    """Return {name of a tied weight: name of the weight that it shares in Transformers}."""
     return getattr(model, "all_tied_weights_keys", {})
 
 
 def has_kernels() -> bool:
-    """Whether a GPU can multiply packed weights, which needs Triton."""
+    """Whether Triton is installed, whose kernels multiply by packed weights on a GPU."""
     return importlib.util.find_spec("triton") is not None
 
 
 def place_on(device: torch.device, threads: CpuThreads) -> Place:
-    """Return a function that builds packed layers on the device of a model's dense parts."""
+    """Return a function that builds packed layers on `device`; `threads` are for the CPU."""
     return on_cpu(threads) if device.type == "cpu" else on_device(device)
 
 
 def on_cpu(threads: CpuThreads) -> Place:
-    """Return a function that builds packed layers for these CPU threads."""
+    """Return a function that builds packed layers that these CPU threads compute."""
     return lambda weight, dtype, order: PackedLinear(weight, threads, dtype, order)
 
 

@@ -1,4 +1,4 @@
-"""The memory that a model takes apart from its experts, and whether it is available."""
+"""Counts the bytes that a model takes apart from its experts, and checks that memory suffices."""
 
 from collections.abc import Iterator, Mapping
 
@@ -17,7 +17,7 @@ from tandem.kernels.formats.weight_format import WeightFormat
 def dense_bytes_with(model: PreTrainedModel, formats: Mapping[str, WeightFormat | None]) -> int:
     """Return the bytes that a model takes while it loads, apart from experts.
 
-    Weights with a format in `formats` count as packed, because they never exist unpacked.
+    Weights with a format in `formats` (by name) count as packed: they never exist unpacked.
     """
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     tied = tied_weights(model)
@@ -43,7 +43,7 @@ def short_memory(
     expert_memory_bytes: int | None,
     device_bytes: int | None,
 ) -> int | None:
-    """Return the free bytes of the memory that cannot hold its part of a model; None: all fits.
+    """Return the free bytes of the memory that is too small for a model: GPU, else host; or None.
 
     `expert_memory_bytes` is the limit for experts, if the options set one. `device_bytes` are the
     free bytes of a GPU, if the dense parts are placed there.
@@ -65,7 +65,7 @@ def layer_formats(
 ) -> dict[str, WeightFormat]:
     """Return the formats, by path, of the linear layers that will be packed.
 
-    `codes` are the formats of a quantised checkpoint, by weight.
+    `codes` has the formats that keep the codes of a quantised checkpoint, by weight.
     """
     fmt, is_auto = parse_dense_dtype(offload.dense_dtype), offload.dense_dtype == "auto"
     # A dense model keeps its codes, if it has any.
@@ -80,7 +80,7 @@ def layer_formats(
 
 
 def dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of parameters and buffers except experts; `packed`: formats by path."""
+    """Yield (name, bytes) of all but experts; `packed` has the formats of packed layers by path."""
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     in_fp32 = parts_in_fp32(model)
     seen: set[int] = set()

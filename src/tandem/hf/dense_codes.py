@@ -1,4 +1,4 @@
-"""Keeps the codes of quantised checkpoints' linear layers: packed as they are read.
+"""Keeps the codes of a quantised checkpoint's linear layers, and packs them as they are read.
 
 For `dense_dtype` "auto", on the CPU and on a GPU with Triton. A layer whose codes no packed format
 holds exactly is dequantised and packed again, like layers that the checkpoint has not quantised.
@@ -29,8 +29,8 @@ def quantised_layers(
 ) -> dict[str, WeightFormat | None]:
     """Return, by weight, the format that holds a quantised linear layer's codes; None: no format.
 
-    `targets` maps the source's names to parameters. Embeddings are included; if they `are_apart`
-    from the layers, on the host beside a GPU, only the model's input embeddings are included.
+    `targets` maps the source's names to parameters. Embeddings are included. `are_apart` says that
+    embeddings stay on the host and layers are on a GPU; then only input embeddings are included.
     """
     by_parameter: dict[str, list[StoredWeight]] = defaultdict(list)
     for name, weight in source.weights.items():
@@ -80,7 +80,7 @@ class DenseCodes:
     """Collects the codes of linear layers while a checkpoint is read, then replaces the layers."""
 
     def __init__(self) -> None:
-        """Expect no codes."""
+        """Keep no codes until `expect` names the weights."""
         self._formats: dict[str, WeightFormat] = {}
         self._tied: dict[str, str] = {}
         self._matrices: dict[str, PackedMatrix] = {}
@@ -141,7 +141,7 @@ class DenseCodes:
         return torch.empty(0, dtype=tensor.dtype, device="cpu")
 
     def put_in(self, model: PreTrainedModel, threads: CpuThreads, place: Place) -> None:
-        """Replace the layers whose codes were kept by packed ones; `place` builds linear layers."""
+        """Put packed layers where codes were kept; `place` builds all of them but embeddings."""
         for parameter, matrix in self._matrices.items():
             path = parameter.removesuffix(".weight")
             module, (above, _, name) = model.get_submodule(path), path.rpartition(".")

@@ -1,7 +1,7 @@
-"""Packed linear layers and embeddings in packed checkpoints: one tensor of bytes each.
+"""Stores each packed linear layer or embedding in packed checkpoints as one tensor of bytes.
 
-The bytes are in the kernels' layout. Transformers does not know the tensors' names, so that only
-Tandem reads them as weights.
+The bytes are in the kernels' layout. Transformers does not know the tensors' names, so only Tandem
+reads them as weights.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ class StoredLinear(nn.Module):
     """A placeholder for a packed linear layer or embedding while the checkpoint is read."""
 
     def __init__(self, linear: nn.Linear | nn.Embedding, fmt: WeightFormat) -> None:
-        """Expect the layer's bytes; `linear` is the layer that the model was built with."""
+        """Add the parameter that receives the bytes of `linear`, with which the model was built."""
         super().__init__()
         rows, cols = linear.weight.shape
         self.shape = (rows, cols)
@@ -85,7 +85,7 @@ def expect_stored_layers(
 
 
 def take_stored_layers(model: nn.Module, place: Place, threads: CpuThreads) -> None:
-    """Replace every `StoredLinear`, whose bytes have been read, by its packed layer."""
+    """Replace every `StoredLinear` by its packed layer; the bytes must have been read."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, StoredLinear):
@@ -93,7 +93,7 @@ def take_stored_layers(model: nn.Module, place: Place, threads: CpuThreads) -> N
 
 
 def stored_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the file tensors of all packed layers by name, each as its parts in memory."""
+    """Return the tensors of bytes for all packed layers by name, each as a list of its parts."""
     return {
         f"{path}.{TENSOR_NAME}": [
             part.view(torch.uint8) for part in _parts(stored.matrix, stored.bias)
@@ -107,7 +107,7 @@ _AnyPacked = PackedLinear | PackedEmbedding | DeviceLinear
 
 
 def _stored(layer: _AnyPacked) -> DenseWeight:
-    """Return a layer's weight as files store it: packed again if its inputs are reordered."""
+    """Return a layer's weight as files store it: packed again if it has an input order."""
     if isinstance(layer, PackedEmbedding):
         return layer.packed
     weight = layer.on_host() if isinstance(layer, DeviceLinear) else layer.packed
@@ -127,7 +127,7 @@ def _stored_format(layer: _AnyPacked) -> WeightFormat:
 
 
 def _packed_anywhere(model: nn.Module) -> Iterator[tuple[str, _AnyPacked]]:
-    """Yield (path, layer) of linear layers and embeddings that are packed, here or on a GPU."""
+    """Yield (path, layer) of the packed linear layers and embeddings, on the CPU or a GPU."""
     kinds = (PackedLinear, PackedEmbedding, DeviceLinear)
     return ((path, m) for path, m in model.named_modules() if isinstance(m, kinds))
 
@@ -138,7 +138,7 @@ def packed_formats(model: nn.Module) -> dict[str, str]:
 
 
 def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
-    """Return the most frequent format of a model's packed layers, and by path all other formats.
+    """Return the most frequent format of a model's packed layers, and by path the other formats.
 
     A layer that is not packed has the format "none". If no layer is packed, the first result is
     "none" and the second is empty.
@@ -152,5 +152,5 @@ def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
 
 
 def _parts(matrix: PackedMatrix, bias: Tensor | None) -> list[Tensor]:
-    """Return a layer's tensors in the file's order."""
+    """Return a packed layer's data, scales and bias, if it has them, in the file's order."""
     return [part for part in (matrix.data, matrix.scales, bias) if part is not None]

@@ -22,7 +22,7 @@ _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
-    """Return the device of the dense parts: the user's choice, else the GPU if the options name it.
+    """Return the device of the dense parts: by the device map, or without one by the options.
 
     Raises `ConfigError` if `device_map` names several devices, or none that can hold the dense
     parts, and `CapacityError` if the GPU is missing.
@@ -52,7 +52,7 @@ def free_device_bytes(device: torch.device) -> int:
 
 
 def move_dense_parts(model: nn.Module, device: torch.device) -> None:
-    """Move all parameters and buffers to a device, each once, so that tied ones stay tied."""
+    """Move all parameters and buffers to a device, each once, so that tied tensors stay tied."""
     # Keeps the originals, so that their ids stay unique.
     moved: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -93,7 +93,7 @@ def keep_embeddings_on_host(model: PreTrainedModel, device: torch.device) -> Non
 
 
 def _places(config: OffloadConfig, device_map: object) -> set[object]:
-    """Return the devices that a device map names; "auto" and the like mean the GPU, else the CPU.
+    """Return a device map's devices; "auto" and the like mean the GPU, or the CPU without one.
 
     An emulated device reads the model's state in host memory, so the dense parts stay there.
     """
@@ -108,7 +108,7 @@ def _places(config: OffloadConfig, device_map: object) -> set[object]:
 
 
 def _find_device(place: object) -> torch.device | None:
-    """Return the device that a device map names, a GPU with its index; None if there is none."""
+    """Return the device of a device map's entry, a GPU with its index; None: it names no device."""
     try:
         if isinstance(place, int) and not isinstance(place, bool):
             return torch.device("cuda", place)

@@ -29,7 +29,7 @@ _MOST_KV_SHARE = 0.5
 
 
 def slots_over(model: PreTrainedModel, options: OffloadConfig, *, reserved_bytes: int = 0) -> bool:
-    """Run a model's packed experts from the disk through host slots; return whether it can.
+    """Give a model's packed experts host slots, to run from the disk; False if that is impossible.
 
     `reserved_bytes` is the part of the free memory that other data will soon take. Host slots are
     impossible for a dense model, for a layer that is not packed or not in a mapped file, and with
@@ -87,7 +87,7 @@ def fill_slots(model: PreTrainedModel) -> None:
 
 
 def _free_bytes(options: OffloadConfig, experts_bytes: int) -> int:
-    """Return the free host memory, minus the budget of a device that is in host memory."""
+    """Return the free host memory, minus the budget of an emulated device, which is in it."""
     free = available_bytes()
     if not kind_of(options.device).is_in_host_memory:
         return free
@@ -96,7 +96,7 @@ def _free_bytes(options: OffloadConfig, experts_bytes: int) -> int:
 
 
 def room_for_experts(free_bytes: int, kv_bytes: int) -> int:
-    """Return the memory for slots, given that keys and values can grow to `kv_bytes`."""
+    """Return the bytes for slots, given that keys and values can grow to `kv_bytes`."""
     reserved, of_keys = _reserved_bytes(free_bytes), min(kv_bytes, int(_MOST_KV_SHARE * free_bytes))
     return max(0, free_bytes - max(reserved, reserved // 2 + of_keys))
 
@@ -116,7 +116,7 @@ def _kv_bytes(model: PreTrainedModel, options: OffloadConfig) -> int:
 
 
 def _are_buffered_in_silence(places: Sequence[ExpertPlace]) -> bool:
-    """Tell whether a file system accepts unbuffered reads, but buffers them in the page cache.
+    """Tell whether a file system of these files accepts unbuffered reads and buffers them anyway.
 
     Reads a piece of one file per file system, and checks whether the page cache holds the piece.
     """
@@ -125,7 +125,7 @@ def _are_buffered_in_silence(places: Sequence[ExpertPlace]) -> bool:
 
 
 def _places(layers: Sequence[PackedLayer]) -> list[ExpertPlace] | None:
-    """Return the layers' places in files; None if a layer is in no mapped file."""
+    """Return where each layer's experts are in files; None if a layer is in no mapped file."""
     found = places_of([layer.buffers for layer in layers])
     if found is None:
         return None

@@ -45,7 +45,7 @@ def is_experts_module(module: nn.Module) -> bool:
 
 
 def num_spare_experts(module: ModelPart) -> int:
-    """Return the number of experts without weights for which a module's matrices have rows."""
+    """Return how many experts without weights a module's tensors have entries for; usually 0."""
     return int(getattr(module, "num_spare_experts", 0))
 
 
@@ -61,7 +61,7 @@ def bind_all(bound: Bound, executor: Executor) -> None:
 
 
 def expert_functions(experts: nn.Module) -> ExpertFunctions:
-    """Return the model's own code around the projections: gating or activation, and the norm."""
+    """Return a module's functions around its projections: gating or activation, and the norm."""
     module = cast("ModelPart", experts)
     has_post_norm = getattr(module, "has_post_expert_norm", False)  # Transformers 5.17 lacks it
     activate = _unbound(gating(module)) if module.has_gate else module.act_fn
@@ -78,14 +78,14 @@ def expert_functions(experts: nn.Module) -> ExpertFunctions:
 
 
 class _NormInAnyMemory:
-    """Applies the norm after the experts in the memory that holds their results.
+    """Applies the norm that follows the experts, in whichever memory holds their results.
 
     The norm's weight is on the GPU with the other dense parts, but results of experts that the CPU
     computes may be on the host.
     """
 
     def __init__(self, norm: nn.Module) -> None:
-        """Wrap a module of the model."""
+        """Wrap the model's norm module."""
         self._norm = norm
         self._weights: dict[torch.device, dict[str, Tensor]] = {}  # they are small
 

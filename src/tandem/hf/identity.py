@@ -1,4 +1,4 @@
-"""Identifies a model: the key of what is kept about it across runs, such as heat and residuals."""
+"""Computes a model's identity, under which its heat and residuals are kept across runs."""
 
 import hashlib
 import json

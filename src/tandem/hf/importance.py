@@ -1,4 +1,7 @@
-"""The importance that a load uses for rounding: from a named file, or kept for the model."""
+"""Finds the importance for rounding weights while a model loads.
+
+It is in a named file, or in the file of an importance that was collected earlier for the model.
+"""
 
 import dataclasses
 import hashlib
@@ -17,7 +20,7 @@ AUTO = "auto"
 
 
 def kept_importance(checkpoint: AnyCheckpoint, cache_path: Path) -> Path:
-    """Return the path where the importance of a checkpoint's model is kept."""
+    """Return the path of the file that keeps the importance of a checkpoint's model."""
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in checkpoint.weight_files]
     parts = repr((str(checkpoint.path.resolve()), files))
     digest = hashlib.sha256(parts.encode()).hexdigest()[:16]
@@ -69,7 +72,7 @@ def given_importance(offload: OffloadConfig) -> Importance | None:
 
 
 def weigh_by(importance: Importance, model: PreTrainedModel, runtime: Runtime) -> None:
-    """Weight rounding by importance in a model whose weights are about to be loaded.
+    """Make the rounding of a model's weights use `importance`; call it before they are read.
 
     Raises `ConfigError` if the importance belongs to another model.
     """

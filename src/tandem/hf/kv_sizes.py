@@ -1,4 +1,4 @@
-"""The size of keys and values, from a config alone."""
+"""Computes the size of keys and values from a config alone."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ GRANULE_TOKENS = 256
 
 
 class KvSizes(NamedTuple):
-    """Bytes of keys and values on the CPU, where layers with a window keep only the last tokens."""
+    """Sizes of keys and values by layer; computes a sequence's bytes on the CPU or a GPU."""
 
     layers: tuple[tuple[str, int], ...]
     """(kind, bytes of a token) for each layer; a layer with compressed keys has two entries."""
@@ -43,7 +43,10 @@ class KvSizes(NamedTuple):
         return sum(num_bytes for _, num_bytes in self.layers)
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the most bytes that `num_tokens` of one sequence take."""
+        """Return the most bytes that `num_tokens` of one sequence take on the CPU.
+
+        There, layers with a window keep only the last tokens.
+        """
         return self._bytes_of(num_tokens, min(num_tokens, ring_size(self.window)))
 
     def device_bytes_of(self, num_tokens: int) -> int:
@@ -61,7 +64,10 @@ class KvSizes(NamedTuple):
 
 
 def kv_sizes_of(config: PreTrainedConfig, dtype: torch.dtype, *, latents: int = 2) -> KvSizes:
-    """Return the sizes of keys and values in a dtype, with `latents` copies of a latent."""
+    """Return the sizes of keys and values in a dtype; latents are stored in `latents` copies.
+
+    The CPU stores two copies, a GPU one.
+    """
     window = int(value_of(config, "sliding_window") or 0)
     count = int(config.num_hidden_layers)
     kinds = value_of(config, "layer_types") or [_SLIDING if window else "full_attention"] * count
@@ -93,10 +99,10 @@ def whole_granules(num_tokens: int) -> int:
 def _parts_of(
     kind: str, config: PreTrainedConfig, dtype: torch.dtype, copies: int
 ) -> list[tuple[str, int]]:
-    """Return (kind, bytes per token) for what a layer keeps.
+    """Return (kind, bytes per token) for the keys and values of a layer.
 
-    A layer with compressed keys has two entries: the compressed keys, and its window as another
-    kind.
+    A layer with compressed keys has two entries: one for these, and one for its window's keys, of
+    the kind `_SLIDING`. A latent is stored in `copies` copies.
     """
     if kind in _WITHOUT_KEYS:
         return [(kind, 0)]

@@ -124,7 +124,7 @@ def load_checkpoint(
 
 
 def files_read_along(checkpoint: Checkpoint, num_layers: int | None = None) -> list[Path]:
-    """Return the files to read ahead: none if memory cannot hold them all, or for `num_layers`.
+    """Return the files to read ahead while a model loads; none with `num_layers`, or without room.
 
     The experts of a packed checkpoint are read later, into slots or the page cache.
     """
@@ -136,7 +136,7 @@ def files_read_along(checkpoint: Checkpoint, num_layers: int | None = None) -> l
 
 
 def _is_read_by_transformers(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]:
-    """Whether Transformers can read the weights: they have its own form, or are packed."""
+    """Whether Transformers can read the weights: they are not quantised, or Tandem packed them."""
     if not isinstance(checkpoint, Checkpoint):
         return False
     return checkpoint.is_packed or checkpoint.quantization is None
@@ -145,7 +145,7 @@ def _is_read_by_transformers(checkpoint: AnyCheckpoint) -> TypeGuard[Checkpoint]
 def _from_pretrained(
     checkpoint: Checkpoint, job: LoadJob, num_layers: int | None, common: dict[str, object]
 ) -> tuple[PreTrainedModel, LoadReport]:
-    """Let Transformers load weights in its own form; return the model and the load report."""
+    """Let Transformers load weights that it can read; return the model and the load report."""
     # A packed checkpoint's config says how its experts are stored.
     mine: dict[str, object] = {} if checkpoint.is_packed else {"quantization_config": job.options}
     config = own_config(checkpoint)
@@ -164,7 +164,7 @@ def _from_pretrained(
 def _from_source(
     checkpoint: AnyCheckpoint, job: LoadJob, num_layers: int | None, common: dict[str, object]
 ) -> tuple[PreTrainedModel, LoadReport]:
-    """Let Transformers load weights that only Tandem can read; return model and load report."""
+    """Let Transformers load weights that Tandem reads; return the model and the load report."""
     config, source = open_foreign(checkpoint, num_layers)
     is_widened = False
     if isinstance(checkpoint, GgufCheckpoint):
@@ -209,7 +209,7 @@ def is_widened_on(
 
 
 def _name_projectors(file: Path) -> None:
-    """Warn of projector files beside a file, which are not read."""
+    """Warn if projector files for images or sound are beside a GGUF file: they are not read."""
     if found := sibling_projectors(file):
         warnings.warn(
             f"{found[0].name} beside {file.name} reads images or sound for this model, and Tandem "
@@ -222,10 +222,10 @@ def _name_projectors(file: Path) -> None:
 def open_foreign(
     checkpoint: AnyCheckpoint, num_layers: int | None = None
 ) -> tuple[PreTrainedConfig, Source]:
-    """Return the config and the weights of a checkpoint quantised by others.
+    """Return the config and the weights of a GGUF file, or of an unpacked quantised checkpoint.
 
-    The config is as if the checkpoint were not quantised, cut to `num_layers`. Raises
-    `UnsupportedModelError`.
+    The config is as if the checkpoint were not quantised; `num_layers`, if given, keeps only the
+    first layers. Raises `UnsupportedModelError`.
     """
 
     def adapt(config: PreTrainedConfig) -> None:
@@ -245,7 +245,7 @@ def open_foreign(
 
 
 def class_of(config: PreTrainedConfig) -> Any:
-    """Return the class for a config's whole model: the class that it names, or the causal LM."""
+    """Return the model class for a config: the class in its `architectures`, or the causal LM."""
     named = _named_class(value_of(config, "architectures"))
     if named is not None:
         return named
@@ -257,7 +257,7 @@ def class_of(config: PreTrainedConfig) -> Any:
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a config's model on the meta device as Tandem loads it; raises `ModelError`."""
+    """Build a config's model on the meta device, with Tandem's adapters; raises `ModelError`."""
     model = _as_transformers(config)
     put_on_interface(model)
     return model
@@ -299,7 +299,7 @@ def _name_of_count(text: PreTrainedConfig) -> str:
 
 
 def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return a checkpoint's Transformers config; raises `ModelError` if its tensors do not suffice.
+    """Return a checkpoint's Transformers config; `ModelError` if the tensors are too few for it.
 
     Attention and experts functions that the config names are ignored: Transformers would fetch
     missing ones from the hub.
@@ -316,7 +316,7 @@ def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def _require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
-    """Require that the tensors suffice for a checkpoint's model, built on the meta device."""
+    """Raise `ModelError` if the tensors are too few for the model, built on the meta device."""
     where, held = f"{checkpoint.directory}/config.json", checkpoint.held
     text = config.get_text_config()
     require_top_k(where, text.to_dict())  # including keys that the file omits
@@ -335,7 +335,7 @@ def source_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def require_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None:
-    """Raise `ConfigError` if options name other formats than the packed files have."""
+    """Raise `ConfigError` if options name a format that differs from that of the packed files."""
     packed = checkpoint.quantization or {}
     stored = packed.get("expert_dtype", "auto")
     requested_experts = offload.parsed_expert_dtype
@@ -354,6 +354,9 @@ def require_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None
 
 
 def _named_class(architectures: Iterable[str] | None) -> type[PreTrainedModel] | None:
-    """Return the class that a config names, so that multimodal models stay whole; None: none."""
+    """Return the first of the named classes that Transformers has; None if it has none.
+
+    A config names the class of the whole model, so that multimodal models stay whole.
+    """
     names = (name for name in architectures or () if hasattr(transformers, name))
     return next((getattr(transformers, name) for name in names), None)

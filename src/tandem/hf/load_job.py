@@ -1,4 +1,4 @@
-"""The state of one load: its options, and where incoming tensors go.
+"""The state of loading one model: the options, and where incoming tensors go.
 
 Transformers creates the quantizer from the user's options alone. A job with more information is
 therefore kept as the current job while `from_pretrained` runs.
@@ -26,10 +26,10 @@ Loaded = Tensor | SourceTensor
 
 
 class StoreWriter:
-    """Finds the host layer of a parameter name and keeps the first error of a load."""
+    """Finds the host layer of a parameter name and keeps the first error of loading."""
 
     def __init__(self, sink: LayerSink | None) -> None:
-        """Pass complete layers to `sink`, if there is one."""
+        """Start without layers; `note_stored` will pass complete layers to `sink`, if given."""
         self.layers: dict[str, HostLayer] = {}
         """The layers, by the name of their experts module."""
         self.exact: set[str] = set()
@@ -55,7 +55,7 @@ class StoreWriter:
     def needs_nothing(self, layer: HostLayer) -> bool:
         """Whether a layer's tensors can stay unread.
 
-        They can if an earlier run packed the layer, or if a load for a sink has failed.
+        With a sink, they can if an earlier run has packed the layer or this run has failed.
         """
         if self._sink is None:
             return False
@@ -67,7 +67,7 @@ class StoreWriter:
             self._sink.take(layer)
 
     def forgets(self, read: Iterable[Loaded]) -> bool:
-        """Whether to drop the pages of these tensors after reading; counts their bytes.
+        """Whether to drop these tensors' pages after reading; then lowers `bytes_to_forget`.
 
         Pages of other tensors stay cached, so that the next start need not read them from the disk.
         """
@@ -78,19 +78,19 @@ class StoreWriter:
         return must_forget
 
     def keep_error(self, error: TandemError) -> None:
-        """Keep the first error; the load raises it at its end."""
+        """Keep the first error, which is raised once all tensors have been read."""
         self.error = self.error or error
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class LoadJob:
-    """What one load reads, and for which purpose."""
+    """The options of loading one model, what is read, and where tensors go."""
 
     options: OffloadConfig
     source: Source | None = None
     """The quantised checkpoint to read; None: Transformers reads the weights."""
     sink: LayerSink | None = None
-    """Where `tandem.pack` writes the experts."""
+    """Receives the experts for `tandem.pack`; None: they stay in the host store."""
     entries: Mapping[str, TensorEntry] | None = None
     """The tensors of the checkpoint's safetensors files; None: Transformers finds them."""
     device: torch.device | None = None
@@ -107,7 +107,7 @@ class LoadJob:
 
     @classmethod
     def present(cls, options: OffloadConfig) -> "LoadJob":
-        """Return the current job; for a user's own `from_pretrained`, a new one."""
+        """Return the job that is under way; a new job in a user's own `from_pretrained`."""
         return _PRESENT.get() or cls(options=options)
 
     @contextmanager

@@ -66,7 +66,7 @@ class OffloadedModel:
         return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Count parameters as Transformers does, including parameters that Tandem keeps."""
+        """Count parameters as Transformers does, including those of experts and packed layers."""
         count = int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
         if only_trainable:
             return count

@@ -33,7 +33,7 @@ _NOT_COPIED = ("config.json", "quantize_config.json", "quant_config.json")
 
 @dataclass(slots=True)
 class Packed:
-    """The result of `pack`."""
+    """The packed checkpoint that `pack` has written."""
 
     directory: Path
     num_bytes: int

@@ -56,10 +56,10 @@ def with_values(arguments: T) -> T:
 
 
 class PackedModule(nn.Module):
-    """A layer whose weight is packed."""
+    """Base of packed linear layers and embeddings: a module whose weight is packed."""
 
     def __init__(self, weight: DenseWeight, threads: CpuThreads, dtype: torch.dtype) -> None:
-        """Compute with `threads`; `dtype` is the replaced layer's."""
+        """Hold a weight and the threads that compute with it; `dtype` is the replaced layer's."""
         super().__init__()
         self.packed = weight
         self.threads = threads
@@ -94,7 +94,7 @@ class PackedLinear(PackedModule):
         dtype: torch.dtype,
         input_order: Tensor | None = None,
     ) -> None:
-        """Compute with `threads`; `dtype` is the replaced layer's.
+        """Hold a weight and the threads that compute with it; `dtype` is the replaced layer's.
 
         `input_order` (in_features,) says which input each column of `weight` belongs to.
         """
@@ -102,7 +102,7 @@ class PackedLinear(PackedModule):
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.input_order = input_order
         self.by_head: tuple[list[DenseWeight], list[DenseWeight]] | None = None
-        """The weight split by head, for attention to latents."""
+        """The weights of keys and of values, by head, for attention to latents; None: not split."""
         self.gives_fp32 = False
         self.groups: list[DenseWeight] = []  # groups of rows with inputs of their own
 
@@ -148,10 +148,10 @@ class PackedLinear(PackedModule):
 
 
 class PackedEmbedding(PackedModule):
-    """Embeddings whose rows are read from their packed form, token by token."""
+    """Embeddings that stay packed; a call unpacks only the rows of its tokens."""
 
     def __init__(self, weight: DenseWeight, threads: CpuThreads, replaced: nn.Embedding) -> None:
-        """Replace embeddings for which `is_packable_embedding` is true."""
+        """Take over the settings of `replaced`, for which `is_packable_embedding` must be true."""
         super().__init__(weight, threads, replaced.weight.dtype)
         self.num_embeddings, self.embedding_dim = weight.out_features, weight.in_features
         self.padding_idx = replaced.padding_idx
@@ -174,7 +174,7 @@ class PackedEmbedding(PackedModule):
 
 
 def embedding_scale(module: nn.Embedding) -> Tensor | None:
-    """Return the factor that scales packable embeddings' rows; None if there is none."""
+    """Return the factor by which a packable embedding multiplies its rows; None: no factor."""
     scale = getattr(module, _SCALE, None)
     dtype = module.weight.dtype
     return None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu")
@@ -183,7 +183,10 @@ def embedding_scale(module: nn.Embedding) -> Tensor | None:
 def read_rows(
     threads: CpuThreads, weight: DenseWeight, dtype: torch.dtype, numbers: Tensor
 ) -> Tensor:
-    """Return rows of a packed matrix by number, fp32 or bf16: (...) -> (..., in_features)."""
+    """Return rows of a packed matrix by number in `dtype`, one of `VALUE_DTYPES`.
+
+    (...) int64 -> (..., in_features).
+    """
     numbers = numbers.contiguous()
     out = torch.empty((*numbers.shape, weight.in_features), dtype=dtype, device="cpu")
     threads.dense.read(weight.native, numbers, out)
@@ -191,7 +194,7 @@ def read_rows(
 
 
 def is_packable_embedding(module: nn.Module) -> bool:
-    """Whether a module only looks rows up, and perhaps multiplies them by a number."""
+    """Whether a module is an embedding that only looks up rows, or also scales them by a number."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
     return type(module).forward is nn.Embedding.forward or hasattr(module, _SCALE)

@@ -142,7 +142,7 @@ def _mapped_tensors(model: PreTrainedModel) -> list[Tensor]:
 
 
 def copy_dense_parts(model: PreTrainedModel) -> bool:
-    """Copy the dense parts out of their file if some are packed; return whether some are."""
+    """Copy the dense parts out of their file if linear layers are packed; return whether any is."""
     if not any(packed_layers(model)):
         return False
     copy_out_of_files(model)

@@ -1,4 +1,4 @@
-"""Writes the files of a packed checkpoint, of a whole model or layer by layer during a load."""
+"""Writes a packed checkpoint's files, from a loaded model or layer by layer while it loads."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ class PackedWriter:
     """Writes files of tensors into a directory, and at the end the checkpoint's other files."""
 
     def __init__(self, directory: Path) -> None:
-        """Write into `directory`, which must exist."""
+        """Prepare to write into `directory`, which must exist."""
         self.directory = directory
         self.sums: dict[str, FileSums] = {}
         self._sizes: dict[str, dict[str, int]] = {}
@@ -46,7 +46,7 @@ class PackedWriter:
         return sum(sum(sizes.values()) for sizes in self._sizes.values())
 
     def write_experts(self, layer: HostLayer) -> None:
-        """Write the file of a layer."""
+        """Write the file with the experts of a layer."""
         name, tensors = experts_file(layer.layer), _layer_tensors(layer)
         experts = experts_tensor(layer.arrivals.name)
         self._write(name, tensors, experts if experts in tensors else None)
@@ -63,7 +63,7 @@ class PackedWriter:
         self.note(name)
 
     def note(self, name: str) -> None:
-        """Record the tensors of a file that has been written."""
+        """Record, for the index, the tensors of a file that has been written."""
         entries = read_header(self.directory / name)
         self._sizes[name] = {tensor: entry.num_bytes for tensor, entry in entries.items()}
 
@@ -76,7 +76,7 @@ class PackedWriter:
 
 
 class LayerSink(Protocol):
-    """Receives each layer that a load has completed, so that memory need not hold all layers."""
+    """Receives each layer once it is completely read, so that memory need not hold all layers."""
 
     def begin(self, expected_bytes: int, table_bytes: int) -> None:
         """Receive the total bytes of experts and tables of rows; must precede the first layer."""
@@ -147,7 +147,10 @@ class FileSink:
         self._pool.shutdown()
 
     def finish(self, model: PreTrainedModel) -> int:
-        """Write the dense parts, the index and the config; return the bytes of all tensors."""
+        """Write what remains, when all layers are written; return the bytes of all tensors.
+
+        That is the dense parts, the tables of rows, the index and the configs.
+        """
         self._wait()
         self._files.write_dense(model)
         self._files.finish(model)

@@ -81,7 +81,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._writer = self._job.writer
         self.runtime = Runtime(quantization_config, HostStore(), layers=self._writer.layers)
         self._targets: dict[str, str] = {}
-        """For each name in the source, the parameter that it becomes part of."""
+        """By tensor name in the source, the parameter that the tensor belongs to."""
         self._from_source: set[str] = set()
         self._own_conversions: list[WeightConverter | WeightRenaming] = []
         """Conversions of names and layouts that only adapters know."""
@@ -172,7 +172,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def _begin(
         self, sink: LayerSink, model: PreTrainedModel, experts: dict[str, ModelPart]
     ) -> None:
-        """Begin writing the packed files, or continue after the layers of an earlier run."""
+        """Tell the sink the expected bytes; let it complete layers that an earlier run packed."""
         store = self.runtime.store
         tables = sum(table.weight.nbytes for table in row_tables(model).values())
         sink.begin(store.expected_bytes(source_dtype_of(experts, model.dtype)), tables)
@@ -231,7 +231,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def _expert_formats(
         self, model: PreTrainedModel, names: list[str]
     ) -> dict[str, torch.dtype | ExpertFormat | None]:
-        """Return the format of each experts module in memory; None: the source's dtype."""
+        """Return, by module name, the format of the experts in memory; None: the source's dtype."""
         config = self.quantization_config
         source = self._job.source
         if source is not None:
@@ -268,7 +268,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return float(super().param_element_size(model, param_name, param))
 
     def get_new_dtype(self, converter: object, param: Tensor, dtype: torch.dtype) -> object:
-        """Keep the file's dtype of experts that a converter stores; dense parts get the model's."""
+        """Return the dtype for a dense part; None for experts, which keep the file's dtype."""
         operations = converter.operations if isinstance(converter, WeightConverter) else ()
         if any(isinstance(op, StoreFused) for op in operations):
             return None
@@ -340,7 +340,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Raise `ConfigError`; on False, Transformers' Trainer refers users to Transformers."""
+        """Raise `ConfigError`: on False, Transformers' Trainer would send users to Transformers."""
         raise ConfigError(
             "a model that Tandem computes cannot be trained, nor can adapters on it: no gradients "
             "come through experts and packed layers; train the model as Transformers loads it, "
@@ -349,7 +349,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
 
 def _tied_to(model: PreTrainedModel, name: str) -> str:
-    """Return the module whose experts a module shares (itself, in nearly every model)."""
+    """Return the module whose experts the module `name` uses: nearly always `name` itself."""
     return tied_weights(model).get(own := f"{name}.down_proj", own).rpartition(".")[0]
 
 

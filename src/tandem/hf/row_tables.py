@@ -1,7 +1,8 @@
-"""Tables of rows on the disk: embeddings of n-grams or by layer, of which a token reads a few rows.
+"""Leaves tables of rows on the disk: large embeddings of which a token reads only a few rows.
 
-The tables stay on the disk if memory cannot hold the whole model. A call reads the rows that its
-tokens need from the checkpoint's files, all at once (`csrc/disk`).
+The embeddings are of n-grams or per layer. The tables stay on the disk if memory cannot hold the
+whole model. A call reads the rows that its tokens need from the checkpoint's files, all at once
+(`csrc/disk`).
 """
 
 import re
@@ -37,7 +38,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class TablePlace:
-    """Where a table is: its parts in files, in order."""
+    """Where the rows of a table are in files: its parts, in order."""
 
     parts: tuple[TensorEntry, ...]
 
@@ -53,12 +54,12 @@ class TablePlace:
 
     @property
     def native(self) -> tuple[list[tuple[str, int, int]], int]:
-        """The arguments of `RowTables`: the parts, and the bytes of a row."""
+        """The table for `RowTables`: its parts (file, first byte, rows) and the bytes of a row."""
         parts = [(str(part.file), part.first, part.shape[0]) for part in self.parts]
         return parts, self.parts[0].shape[1] * self.dtype.itemsize
 
     def tensors(self) -> list[Tensor]:
-        """Map the parts read-only, for copying. Raises `ModelError`."""
+        """Return the parts as read-only mapped tensors, to copy from; raises `ModelError`."""
         try:
             maps = [
                 np.memmap(part.file, np.uint8, "r", offset=part.first, shape=(part.num_bytes,))
@@ -77,12 +78,12 @@ class TablePlace:
 
 
 class DiskEmbedding(nn.Module):
-    """Embeddings whose rows are read from the disk, token by token."""
+    """Embeddings whose rows stay on the disk; a call reads the rows of its tokens."""
 
     def __init__(
         self, replaced: nn.Embedding, place: TablePlace, tables: _native.RowTables, number: int
     ) -> None:
-        """Replace embeddings by table `number` of `tables`."""
+        """Replace `replaced`; its rows are at `place`, and are table `number` of `tables`."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = replaced.num_embeddings, replaced.embedding_dim
         self.padding_idx = replaced.padding_idx
@@ -144,7 +145,7 @@ def row_tables(model: PreTrainedModel) -> dict[str, nn.Embedding]:
 
 
 def tables_on_disk(model: nn.Module) -> list[DiskEmbedding]:
-    """Return the modules of a model that read rows from the disk."""
+    """Return a model's embeddings whose rows stay on the disk."""
     return [module for module in model.modules() if isinstance(module, DiskEmbedding)]
 
 
@@ -200,7 +201,7 @@ def warn_of_tables(model: PreTrainedModel, free_bytes: int) -> None:
 
 
 def entries_of(files: Iterable[str]) -> dict[str, TensorEntry]:
-    """Return the tensors of safetensors files."""
+    """Return the tensors of all safetensors files among `files`, by name."""
     found: dict[str, TensorEntry] = {}
     for file in files:
         if file.endswith(".safetensors"):

@@ -1,4 +1,4 @@
-"""The `Runtime` of a loaded model, which holds and runs its experts; `runtime_of` finds it.
+"""The `Runtime`, which holds and runs the experts of a loaded model; `runtime_of` finds it.
 
 The quantizer creates the runtime while Transformers loads the model. Afterwards the runtime belongs
 to the model.
@@ -67,7 +67,7 @@ class Runtime:
     _threads: CpuThreads | None = None
 
     def __post_init__(self) -> None:
-        """Compute all experts on the CPU until another executor is used."""
+        """Start with an executor that computes all experts on the CPU."""
         self.executor = self.cpu_executor()
 
     @property
@@ -79,13 +79,13 @@ class Runtime:
         return self._threads
 
     def choose(self, options: OffloadConfig) -> None:
-        """Use other options from now on."""
+        """Replace the options; other threads or another ISA apply when `threads` is read next."""
         if (options.threads, options.isa) != (self.options.threads, self.options.isa):
             self._threads = None
         self.options = options
 
     def share(self, threads: CpuThreads) -> None:
-        """Share another model's threads; all experts are then computed on the CPU."""
+        """Use another model's threads, and a new executor that computes all experts on the CPU."""
         self._threads = threads
         self.use(self.cpu_executor())
 
@@ -113,13 +113,13 @@ class Runtime:
             raise
 
     def use(self, executor: Executor) -> None:
-        """Run the experts through another executor from now on; it may wrap the present one."""
+        """Run the experts through `executor` from now on; it may wrap the present executor."""
         self.executor = executor
         bind_all(self.bound, executor)
 
     @contextmanager
     def using(self, executor: Executor) -> Iterator[None]:
-        """Run the experts through another executor inside the context."""
+        """Run the experts through `executor` inside the context; afterwards as before."""
         before = self.executor
         self.use(executor)
         try:
@@ -174,7 +174,7 @@ def give_runtime(model: PreTrainedModel, runtime: Runtime) -> None:
 
 
 def require_experts(model: PreTrainedModel) -> Runtime:
-    """Return the runtime of a model with experts; raises `UnsupportedModelError` for a dense one.
+    """Return the runtime of a model with experts; `UnsupportedModelError` for a dense model.
 
     Also raises as `require_runtime` and `Runtime.require_open` do.
     """

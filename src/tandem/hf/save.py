@@ -95,7 +95,7 @@ def _file_of(layer: HostLayer) -> Path | None:
 
 
 def _require_tables_as_written(model: PreTrainedModel, written: Mapping[str, FileSums]) -> None:
-    """Compare the checksums of tables copied from packed files; raises `ModelError`."""
+    """Raise `ModelError` if a table copied from packed files does not match their checksums."""
     crc32 = {name: crc for sums in written.values() for name, crc in sums.crc32.items()}
     for path, module in model.named_modules():
         if isinstance(module, DiskEmbedding) and _is_packed(file := module.place.parts[0].file):

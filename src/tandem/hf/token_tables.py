@@ -1,4 +1,4 @@
-"""Routers that look a token's experts up in a table: their choice is known with the token.
+"""Finds routers that look up a token's experts in a table: the token id decides the choice.
 
 Works on loaded models and, for forecasts, on models on the meta device.
 """

@@ -7,20 +7,21 @@ from tandem.policy.residency import NOWHERE, READY, Residency
 
 
 class Admission:
-    """Chooses which expert leaves a set of slots for each newcomer; the caller evicts."""
+    """Chooses, for each expert that enters a set of slots, which one leaves; the caller evicts."""
 
     def __init__(self, residency: Residency, eviction: Eviction) -> None:
-        """Read slots from `residency` and scores from `eviction`."""
+        """Store the sources of what `pairs` needs: slots and the experts' scores."""
         self._residency = residency
         self._eviction = eviction
 
     def pairs(
         self, set_id: int, entering: Sequence[int], in_use: Container[int], *, asks: bool = True
     ) -> Iterator[tuple[int, int]]:
-        """Yield (newcomer, victim) keys, best newcomer first; victim NOWHERE for a free slot.
+        """Yield (newcomer, victim) keys in the order of `entering`; victim NOWHERE for a free slot.
 
-        No victim is in use or being copied. The caller must apply each pair before it requests the
-        next pair. `asks` says whether the eviction policy may refuse newcomers.
+        Ends early if no victim is left or, with `asks`, once the eviction policy refuses a
+        newcomer. No victim is in `in_use` or being copied. The caller must apply each pair before
+        it requests the next pair.
         """
         residency, eviction = self._residency, self._eviction
         free = residency.free[set_id]

@@ -23,7 +23,7 @@ from tandem.policy.residency import NOWHERE, Residency
 
 
 class Coming(NamedTuple):
-    """A coming layer, and the link's state until that layer is planned or published."""
+    """A coming layer, and the time in which the link can copy experts for it."""
 
     layer: int
     begin: float  # when the link is free for the layer's copies
@@ -33,7 +33,7 @@ class Coming(NamedTuple):
 
 
 class Ahead:
-    """Chooses experts to prefetch, with any policies; the caller makes the copies."""
+    """Chooses experts to prefetch, for any combination of policies; the caller copies them."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Ahead:
         prefetch: PrefetchChoice,
         copy_price_seconds: float,
     ) -> None:
-        """Read the parts of a planner; one copy costs CPU and GPU `copy_price_seconds`."""
+        """Store a planner's parts; one copy costs CPU and GPU `copy_price_seconds`."""
         self._costs, self._residency, self._link = costs, residency, link
         self.prediction, self.prefetch, self.price = prediction, prefetch, copy_price_seconds
         self._admission = Admission(residency, eviction)
@@ -83,9 +83,10 @@ class Ahead:
         return len(misses), self._in_time(load, misses, coming)
 
     def _misses(self, load: LayerLoad) -> list[tuple[int, float]]:
-        """Return (key, CPU seconds) of a layer's absent experts, those with the most tokens first.
+        """Return (key, CPU seconds) of the load's absent experts, those with the most tokens first.
 
-        Experts are left out if computing them on the CPU costs no more than copying them.
+        Left out are experts with a pending copy, and experts whose CPU seconds are at most the
+        price of a copy.
         """
         cpu, slot_of, pending = self._costs.cpu, self._residency.slot_of, self._link.pending
         misses = list[tuple[int, float]]()
@@ -104,8 +105,8 @@ class Ahead:
     ) -> Iterator[tuple[int, int]]:
         """Yield (key, victim) for copies that arrive in time, at most as many as there are slots.
 
-        In planned steps, a copy that begins before the layer is planned may also end later, by less
-        than the CPU's time for the expert.
+        In planned steps, a copy may also end after the layer is planned, if it begins before and
+        is late by less than the CPU's time for the expert.
         """
         link_seconds, begin = self._link.copy_seconds, coming.begin
         most = self._link.whole_copies(coming.needed_at - begin)
@@ -122,7 +123,11 @@ class Ahead:
             begin += link_seconds
 
     def _places(self, load: LayerLoad, keys: Sequence[int], coming: Coming) -> Iterator[int]:
-        """Yield for each key the victim to evict, NOWHERE for a free slot; may stop early."""
+        """Yield for each of `keys` the victim to evict, NOWHERE for a free slot, while slots last.
+
+        Staging slots are used if there are any. Otherwise a victim is a resident of the same layer
+        that the load does not use.
+        """
         residency = self._residency
         if coming.in_graph or residency.capacity[residency.staging]:
             yield from [NOWHERE] * len(residency.free[residency.staging])
@@ -136,8 +141,9 @@ class Ahead:
     def _copies_in_time(self, coming: Coming) -> int:
         """Return how many prefetches for a layer the link can carry while it is idle.
 
-        In planned steps, if the layer has a hint, one copy may end after the layer begins, but
-        sooner than the CPU could compute the expert: otherwise the layer would fetch it then.
+        In planned steps, if the layer has a hint, one copy may end after the layer is planned, if
+        it is late by less than the CPU's time for the expert: without the prefetch, the layer would
+        fetch the expert later still.
         """
         idle_seconds = coming.needed_at - coming.begin
         copy_seconds, count = self._link.copy_seconds, self._link.whole_copies(idle_seconds)

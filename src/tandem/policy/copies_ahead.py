@@ -29,7 +29,7 @@ class CopiesAhead:
         prefetch: PrefetchChoice,
         copy_price_seconds: float,
     ) -> None:
-        """Use a planner's parts."""
+        """Store a planner's parts; one copy costs CPU and GPU `copy_price_seconds`."""
         self._costs, self._residency, self._link = costs, residency, link
         self._decider, self.copy_price_seconds = decider, copy_price_seconds
         self.is_staged, self.most = prefetch.is_staged, prefetch.count
@@ -48,10 +48,11 @@ class CopiesAhead:
     def planned(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float, *, predicts: bool
     ) -> tuple[Copy, ...]:
-        """Queue and return copies for `layer`, which is planned at `next_plan`, and later layers.
+        """Queue and return prefetches for `layer` and, by their known loads, for later layers.
 
-        Layers are assumed to follow each other at the interval from `now` to `next_plan`. Staged
-        experts of passed layers leave first, unless they are `in_use`.
+        `layer` is planned at `next_plan`. Layers are assumed to follow each other at the interval
+        from `now` to `next_plan`. Staged experts of passed layers leave first, unless they are
+        `in_use`.
         """
         found, link = list[Copy](), self._link
         if predicts and layer not in self._known:
@@ -70,11 +71,12 @@ class CopiesAhead:
     def in_graph(
         self, layer: int, num_fetches: int, now: float, next_plan: float, *, predicts: bool
     ) -> tuple[Copy, ...]:
-        """Assign free slots to experts of `layer`, published at `next_plan`; return the copies.
+        """Assign free staging slots to experts of `layer` and later layers; return the copies.
 
-        Later layers with known loads are included; they are assumed to follow at the interval from
-        `now` to `next_plan`. Only copies that arrive in time, behind `num_fetches` fetches, are
-        returned. The caller must issue them.
+        `layer` is published at `next_plan`. Later layers are included if their loads are known;
+        they are assumed to follow at the interval from `now` to `next_plan`. Only copies that
+        arrive in time, behind `num_fetches` fetches, are returned. The caller must pass them to
+        `issue`.
         """
         found, link = list[Copy](), self._link
         ready = max(link.free_at, now + self._costs.copy_wake) + num_fetches * link.copy_seconds
@@ -116,7 +118,7 @@ class CopiesAhead:
         return found
 
     def _since(self, layer: int) -> list[LayerLoad]:
-        """Return the known loads from a layer on."""
+        """Return the known loads of `layer` and of later layers, in the layers' order."""
         return [load for load in self._known.values() if load.layer >= layer]
 
     def _queued(self, pair: tuple[int, int], set_id: int, now: float) -> Copy:

@@ -77,7 +77,7 @@ class ShapeCosts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """Seconds of the host's own work on one path, the way in which a step hands layers over."""
+    """Seconds of the host's own work on one path, that is, one way of running a decode step."""
 
     path: str
     """"segments": graph segments with Python between them; "graph": the whole step in one."""
@@ -90,10 +90,10 @@ class HostCosts:
     cpu_end_seconds: float
     """From the CPU's last result until the GPU continues."""
     fetch_seconds: float
-    """A fetched expert's share of its group's launch; no fetch takes less time than that."""
+    """A fetched expert's share of the launch that computes several; no fetch takes less time."""
     second_launch_seconds: float = 0.0
-    """The second launch of a layer in one graph that allows fetches; it happens even if nothing is
-    fetched."""
+    """The second launch of each layer, in a step in one graph that allows fetches; it happens even
+    if nothing is fetched."""
     copy_wake_seconds: float = 0.0
     """Time to wake a sleeping thread, before and after each fetch within a graph."""
     asking_seconds: float = 0.0
@@ -216,11 +216,11 @@ class HardwareProfile:
     def charged(
         self, shape: ShapeCosts, path: str | None = None, *, is_resident: bool = False
     ) -> ShapeCosts:
-        """Return a shape's times including the host's work on a path, as in `host_costs`.
+        """Return a shape's times with the host's work added; `host_costs` looks up `path`.
 
-        With `is_resident` no layer of a decode step is handed over to the host. Prompts are planned
-        whatever the path of decode steps is: their first expert on the CPU costs as much as in
-        graph segments.
+        `is_resident` says that no layer of a decode step is handed over to the host. Prompts are
+        planned whatever the path of decode steps is, so `planned_first_expert_seconds` has the
+        host's work of graph segments.
         """
         host = self.host_costs(path)
         if host is None:
@@ -352,7 +352,7 @@ class CostTable:
         cpu_slowdown: float = 1.0,
         read_seconds: float = 0.0,
     ) -> None:
-        """Expand the tables; copies share memory with the CPU, so `link_slowdown` applies to them.
+        """Expand the tables; `link`, the seconds of a copy, includes the factor `link_slowdown`.
 
         `cpu_slowdown` is the factor on CPU times while the link is busy; it is not in the tables.
         `read_seconds` is the time to read one expert from a disk.

@@ -34,6 +34,6 @@ class DecayedCounts:
         self.raw[layer * self.num_experts + expert] += amount * self.unit[layer]
 
     def of(self, keys: Sequence[int]) -> list[float]:
-        """Return the true counts of experts, of any layers."""
+        """Return the decayed counts of the experts with these keys, whatever their layers."""
         raw, unit, num_experts = self.raw, self.unit, self.num_experts
         return [raw[key] / unit[key // num_experts] for key in keys]

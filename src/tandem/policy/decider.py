@@ -41,10 +41,11 @@ class Decider(Protocol):
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Yield (entering, leaving) keys, best first; leaving is NOWHERE for a free slot.
+        """Yield (entering, leaving) keys for slots of the cache, best first.
 
-        The link also carries `num_ahead` prefetches, and the next layer is planned at
-        `next_plan`. The caller must apply each pair before it requests the next pair.
+        The leaving key is NOWHERE for a free slot. Until `next_plan`, when the next layer is
+        planned, the link also carries the split's fetches and `num_ahead` prefetches. The caller
+        must apply each pair before it requests the next pair.
         """
 
     def most_valued(self, layer: int, most: int) -> Sequence[int]:
@@ -54,18 +55,18 @@ class Decider(Protocol):
         """Yield (entering, leaving) keys for prefetches by prediction, best first.
 
         As for `entries`, the caller must apply each pair before it requests the next pair. Copies
-        into the cache's own slots wait until `chances` recur.
+        into the cache's own slots are yielded only once `chances` have recurred.
         """
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        """Return how many copies pay for a known load, and the copies to start now.
+        """Return how many experts of a known load are worth a copy, and the copies to start now.
 
         Each copy is a pair of (entering, leaving) keys.
         """
 
 
 class PlainDecider:
-    """Makes the decisions with any policies."""
+    """Makes the decisions in plain Python, for any combination of policies."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class PlainDecider:
         eviction: Eviction,
         ahead: Ahead,
     ) -> None:
-        """Read the parts of a planner."""
+        """Store a planner's parts; prefetches are left to `ahead`."""
         self.costs, self.residency, self.link, self.eviction = costs, residency, link, eviction
         self.ahead = ahead
         self.predicted, self.known = ahead.predicted, ahead.known
@@ -86,7 +87,7 @@ class PlainDecider:
         return rule.split(self.problem(rule, layer, max_fetches))
 
     def problem(self, rule: Rule, layer: LayerNow, max_fetches: int) -> LayerProblem:
-        """Return the layer's assignment problem, in a step of this rule's kind."""
+        """Return the layer's assignment problem; `rule` tells planned steps from one graph."""
         load, keys, states, now, places = layer
         costs, tokens = self.costs, load.tokens
         costs.require(max(tokens))
@@ -109,7 +110,7 @@ class PlainDecider:
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Yield the entries of the eviction policy for which the link has time."""
+        """Return the pairs that the eviction policy chooses and the link has time for."""
         in_use = frozenset(layer.keys)
         entering = self._entering(layer, in_use, split.fetch, num_ahead, next_plan)
         set_id = self.residency.set_of(layer.load.layer)

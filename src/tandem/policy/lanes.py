@@ -27,7 +27,7 @@ class Lanes:
         self._keep = [self.ones * ((1 << (LANE_BITS - shift)) - 1) for shift in range(17)]
 
     def used(self, experts: Iterable[int]) -> int:
-        """Return the row with 1 in the lanes of these experts."""
+        """Return the row with a plain 1, not `ONE`, in the lanes of these experts."""
         unit, row = self.unit, 0
         for expert in experts:
             row |= unit[expert]
@@ -38,13 +38,16 @@ class Lanes:
         return self.ones * int(ONE * share)
 
     def shifted(self, row: int, shift: int) -> int:
-        """Return every lane divided by 2**shift."""
+        """Return the row with every lane divided by 2**shift, rounded down."""
         return (row >> shift) & self._keep[shift]
 
     def moved(self, average: int, used: int, shift: int) -> int:
-        """Return the moving averages one step later; used experts count 1, weight 1 / 2**shift."""
+        """Return a row of moving averages one step later; the step's weight is 1 / 2**shift.
+
+        `used` has what each expert counts in the step, as a plain integer: 0 if it is not used.
+        """
         return average + (used << (16 - shift)) - ((average >> shift) & self._keep[shift])
 
     def read(self, row: int) -> memoryview:
-        """Return the lanes as a sequence of integers."""
+        """Return the lanes as a sequence of integers, by expert."""
         return memoryview(row.to_bytes(self.num_bytes, "little")).cast("I")

@@ -14,7 +14,7 @@ class LinkQueue:
         self._issued = 0
 
     def issue(self, key: int, now: float) -> None:
-        """Append a copy."""
+        """Queue the copy of an expert; it starts at `now` or after the copies before it."""
         start = self.free_at if self.free_at > now else now
         self.free_at = start + self.copy_seconds
         self.pending[key] = self._issued
@@ -30,11 +30,11 @@ class LinkQueue:
         return self.free_at - now if self.free_at > now else 0.0
 
     def whole_copies(self, seconds: float) -> int:
-        """Return how many copies fit into `seconds`, apart from queued ones."""
+        """Return how many copies an idle link would finish in `seconds`."""
         return int(min(seconds / self.copy_seconds, UNLIMITED)) if self.copy_seconds else UNLIMITED
 
     def idle_copies(self, now: float, next_plan: float) -> int:
-        """Return how many copies end before the next layer; at least one if the link is idle."""
+        """Return how many new copies end by `next_plan`; at least one if the link is idle `now`."""
         busy = self.busy_seconds(now)
         if self.copy_seconds == 0.0:
             return UNLIMITED

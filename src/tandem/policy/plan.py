@@ -86,13 +86,13 @@ class LayerPlan(NamedTuple):
         return max(self.gpu_seconds, self.cpu_seconds)
 
     def in_launch_order(self) -> tuple[int, ...]:
-        """Return the experts by processor, the CPU's last."""
+        """Return all active experts in the order of their launches on the GPU, the CPU's last."""
         if not self.arriving and not self.fetch:
             return (*self.gpu, *self.cpu)
         return (*self.gpu, *self.arriving, *[copy.expert for copy in self.fetch], *self.cpu)
 
     def all_on_cpu(self, load: LayerLoad) -> "LayerPlan":
-        """Return the plan that uses neither device nor link."""
+        """Return this plan with all experts on the CPU and no copies; its seconds are unchanged."""
         return self._replace(
             gpu=(), arriving=(), fetch=(), cpu=load.experts, insert=(), prefetch=()
         )

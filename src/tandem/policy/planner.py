@@ -54,11 +54,12 @@ class Planner:
 
         `graph_rules` are the rules of steps in one graph, by size; `rule` is the rule of all other
         steps. The `ring` holds fetched experts that are not admitted to the cache; if it has no
-        slots, nothing is fetched. `max_fetches` is equation 9 for one layer. With `can_prefetch`,
-        steps in one graph prefetch predicted experts at `predicting_sizes` and accept hints at
-        `asking_sizes`; planned steps always do both. `copy_price_seconds` is the time that one copy
-        costs CPU and GPU. `decider` must return a native decider with the plain decider's
-        decisions, or None if there is none for these policies.
+        slots, nothing is fetched. `max_fetches` limits the fetches of one layer (equation 9). With
+        `can_prefetch`, steps in one graph prefetch predicted experts if their size is in
+        `predicting_sizes`, and accept hints if it is in `asking_sizes`; planned steps always do
+        both. `copy_price_seconds` is the time that one copy costs CPU and GPU. `decider` must
+        return a native decider with the plain decider's decisions, or None if there is none for
+        these policies.
         """
         self.geometry = geometry
         self.costs = costs
@@ -95,7 +96,7 @@ class Planner:
         in_graph: bool = False,
         known: Sequence[LayerLoad] = (),
     ) -> tuple[Copy, ...]:
-        """Start a step of `num_tokens` tokens; returns prefetches for its first layer.
+        """Start a step of `num_tokens` tokens; return the prefetches that begin with it.
 
         `known` are the loads of layers routed by token id, in the layers' order; these layers are
         not predicted. For its first layer, a step `in_graph` prefetches no predicted experts.
@@ -132,11 +133,11 @@ class Planner:
         return capture_size(num_tokens) in self.predicting_sizes
 
     def asks_in_graph(self, num_tokens: int) -> bool:
-        """Tell whether steps of `num_tokens` tokens in one graph run the next layer's router."""
+        """Tell whether steps of `num_tokens` in one graph run each next layer's router early."""
         return self.predicts_in_graph(num_tokens) and capture_size(num_tokens) in self.asking_sizes
 
     def asks_after(self, layer: int) -> bool:
-        """Tell whether `layer` also runs the next layer's router; not if that load is known."""
+        """Tell whether the next layer's router runs early, at `layer`; False for a known load."""
         return self.asks and not self.ahead.knows(layer + 1)
 
     @property
@@ -146,7 +147,7 @@ class Planner:
 
     @property
     def stages_predictions(self) -> bool:
-        """Whether planned decode steps also copy predicted experts into staging slots."""
+        """Whether planned decode steps copy predicted experts into staging slots."""
         return self._can_prefetch and self.ahead.is_staged
 
     def copy_finished(self, layer: int, expert: int, now: float) -> None:
@@ -168,7 +169,7 @@ class Planner:
     def plan(
         self, load: LayerLoad, now: float, hints: Sequence[Hint] = (), places: bytes = b""
     ) -> LayerPlan:
-        """Decide for one layer at time `now`; its copies count as issued in the plan's order.
+        """Return one layer's plan, made at time `now`; its copies count as queued, in its order.
 
         `places` says where each active expert is if the model runs from the disk, as in `LayerNow`;
         a step in one graph uses the places of misses only.
@@ -199,7 +200,7 @@ class Planner:
         )  # fmt: skip
 
     def _decide(self, layer: LayerNow) -> tuple[Split, Iterable[tuple[int, int]], tuple[Copy, ...]]:
-        """Return the split, the (entering, leaving) experts, and a graph's prefetches."""
+        """Return the split, (entering, leaving) keys, and the prefetches of a step in one graph."""
         split = self._split(layer)
         next_plan = layer.now + split.seconds + self._dense_seconds
         ahead: tuple[Copy, ...] = ()
@@ -280,7 +281,11 @@ class Planner:
         in_use: frozenset[int],
         now: float,
     ) -> list[Copy]:
-        """Queue and return fetched experts' copies; those of admitted experts leave `copies`."""
+        """Queue and return the copies of the split's fetched experts.
+
+        If a fetched expert is admitted, its copy is taken out of `copies`. Otherwise it gets a slot
+        of the ring; without such a slot it is left out.
+        """
         fetch = []
         num_staged = sum(first + expert not in copies for expert in split.fetch)
         ring, ready = self.ring.slots(in_use), now
@@ -309,7 +314,7 @@ class Planner:
     def _by_processor(
         self, load: LayerLoad, states: bytes, split: Split
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return (gpu, arriving, cpu) experts of a split."""
+        """Return the split's experts as `LayerPlan` has them in (gpu, arriving, cpu)."""
         experts = load.experts
         if not split.spill and states.count(READY) == len(experts):
             return experts, (), ()

@@ -18,7 +18,7 @@ ENOUGH = 8 * LAYERS_PER_CHANCE
 
 
 class PrefetchTerms(NamedTuple):
-    """The present cost and benefit of a prefetch."""
+    """What a prefetch for the coming layer costs and saves now, and how many are possible."""
 
     slots: Sequence[int]  # by expert of the coming layer; negative: absent
     room: int  # slots that copies may take
@@ -43,12 +43,12 @@ class PrefetchChoice(Protocol):
 
 
 class Pays(PrefetchChoice):
-    """Copies at most `count` absent experts whose probability times saving is above their price."""
+    """Prefetches an absent expert if its chance of use times the saving is above a copy's price."""
 
     is_staged = False
 
     def __init__(self, *, count: int) -> None:
-        """Copy at most `count` experts per layer."""
+        """Set the limit of prefetches for one layer."""
         self.count = count
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
@@ -68,7 +68,7 @@ class Pays(PrefetchChoice):
         return [expert for score, expert in likely[:limit] if forecast.chance(-score) > least]
 
     def replaces(self, forecast: Forecast, terms: PrefetchTerms, expert: int, victim: int) -> bool:
-        """Return whether the expert is more likely to be used than the victim."""
+        """Tell whether the expert's higher chance of use saves more than a copy's price."""
         scores = forecast.scores
         more = forecast.chance(scores[expert]) - forecast.chance(scores[victim])
         return more * terms.gain_seconds > terms.price_seconds

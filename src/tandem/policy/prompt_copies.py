@@ -24,13 +24,13 @@ class PromptCopies:
     def __init__(
         self, geometry: Geometry, residency: Residency, link: LinkQueue, decider: Decider
     ) -> None:
-        """Use slots of the staging set; without staging slots there are no copies."""
+        """Store a planner's parts; if `residency` has no staging slots, nothing is prefetched."""
         self._geometry, self._residency = geometry, residency
         self._link, self._decider = link, decider
         self.is_on = False
 
     def begin_step(self, num_tokens: int, *, is_prefill: bool) -> None:
-        """Begin a step; experts are prefetched only for long prompts."""
+        """Begin a step; only the prefill of a long prompt will have prefetches."""
         geometry, residency = self._geometry, self._residency
         is_long = num_tokens * geometry.top_k >= _LEAST_TOKENS * geometry.num_experts
         self.is_on = is_prefill and is_long and residency.capacity[residency.staging] > 0

@@ -39,7 +39,7 @@ class ReadAhead(NamedTuple):
 
 
 def known_reads(coming: Sequence[ComingUse], shared: SharedSlots) -> list[ReadAhead]:
-    """Return the experts of known uses to read now, in the order of the layers.
+    """Return the experts to read now for the layers in `coming`, in their order.
 
     They go into free slots of their layers, otherwise into at most half of the shared slots; the
     other half is left for urgent reads. The list ends at the first expert without a slot, because a
@@ -66,7 +66,7 @@ disk."""
 
 
 def is_prompt(num_tokens: int) -> bool:
-    """Tell whether a layer's use by `num_tokens` tokens is a prompt's and reads most experts."""
+    """Tell whether a step of this many tokens counts as a prompt, which uses most experts."""
     return num_tokens > MOST_STEP_TOKENS
 
 

@@ -19,7 +19,7 @@ class Regression:
     """The arithmetic of the regression; callers own the tables of rows."""
 
     def __init__(self, lanes: Lanes) -> None:
-        """Use the lanes of one number of experts."""
+        """Store `lanes`, whose number of experts all rows have."""
         self._lanes = lanes
         # Number of rows -> bias that turns their sum into values.
         self._sum_bias: dict[int, int] = {}
@@ -27,11 +27,14 @@ class Regression:
         self._error_bias: dict[tuple[int, int], tuple[int, int]] = {}
 
     def row(self, value: float) -> int:
-        """Return a row that adds `value` to every expert."""
+        """Return a row that adds `value` to the prediction of every expert."""
         return self._lanes.ones * (ROW_OFFSET + round(ONE * value))
 
     def shifted_sum(self, total: int, num_rows: int, shift: int) -> int:
-        """Return 2**shift times the sum of `num_rows` rows, each lane plus SUM_OFFSET << shift."""
+        """Return 2**shift times the sum of `num_rows` rows, each lane plus SUM_OFFSET << shift.
+
+        `total` is the rows' plain sum, with their offsets.
+        """
         bias = self._sum_bias.get(num_rows)
         if bias is None:
             bias = self._lanes.ones * (SUM_OFFSET - num_rows * ROW_OFFSET)
@@ -56,7 +59,7 @@ class Regression:
 
 @lru_cache(maxsize=4096)
 def rate_shift(rate: float, num_rows: int) -> int:
-    """Return the power of two nearest to rate / num_rows, as a shift."""
+    """Return the shift for which 1 / 2**shift is nearest to rate / num_rows; at most 16."""
     shift = 0
     while 1 << shift < num_rows / (1.4 * rate):
         shift += 1

@@ -59,7 +59,7 @@ class Residency:
         return not self.members[self.staging] and self.state.count(READY) == len(self.state)
 
     def insert(self, key: int, set_id: int) -> int:
-        """Assign a free slot of the set to an absent expert, in state copying; returns the slot."""
+        """Assign a free slot of the set to an absent expert, then COPYING; returns the slot."""
         assert self.slot_of[key] == NOWHERE, f"expert {key} is resident"
         slot = self.free[set_id].pop()
         self.slot_of[key] = slot

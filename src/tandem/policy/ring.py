@@ -62,9 +62,10 @@ class Ring:
         return len(self._own) + len(self._residency.lent)
 
     def slots(self, in_use: Container[int]) -> Iterator[tuple[int, int]]:
-        """Yield slots for fetched experts in turn, each with the key of the expert that leaves it.
+        """Yield (slot, key of the expert that leaves it) for one fetched expert after another.
 
-        Experts whose keys are `in_use` do not leave. The key is NOWHERE if no expert leaves.
+        The key is NOWHERE if no expert leaves. Experts whose keys are `in_use` do not leave. Once
+        `size` slots are in the ring, they are yielded again in turn.
         """
         self._quiet_steps = 0
         lent = self._residency.lent
@@ -92,7 +93,10 @@ class Ring:
         return [*self._own, *self._residency.lent]
 
     def _borrow(self, in_use: Container[int]) -> tuple[int, int] | None:
-        """Borrow a slot from the largest set that can lend one; return (slot, evicted key)."""
+        """Borrow a slot from the largest set that can lend one; None if no set can.
+
+        Returns (slot, key of the evicted expert); the key is NOWHERE if the slot was free.
+        """
         residency = self._residency
         for set_id in sorted(
             range(residency.num_sets), key=lambda at: (-residency.capacity[at], -at)

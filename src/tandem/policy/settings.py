@@ -134,7 +134,7 @@ class PlannerSettings:
 
     @property
     def may_predict(self) -> bool:
-        """Whether steps in one graph may prefetch unrequested, in slots that exist anyway."""
+        """Whether steps in one graph may prefetch unasked, in the slots for long prompts."""
         is_requested = self.must_prefetch or self.prediction != GRAPH_PREDICTION
         return self.can_prefetch and not is_requested and self.copies_prompts
 
@@ -146,10 +146,11 @@ class PlannerSettings:
     def with_predictions(
         self, sizes: tuple[int, ...], asking_sizes: tuple[int, ...] = ()
     ) -> "PlannerSettings":
-        """Return settings with the sizes of steps in one graph that prefetch.
+        """Return settings in which steps in one graph prefetch if they have one of these sizes.
 
-        These are all sizes with `must_prefetch`, else `sizes`. Steps of `asking_sizes` prefetch
-        too, and run each next layer's router ahead.
+        With `must_prefetch`, all sizes prefetch. Steps of `asking_sizes` prefetch too, and run each
+        next layer's router ahead. Settings that do not prefetch, or have another prediction than
+        `GRAPH_PREDICTION`, are returned unchanged.
         """
         if not self.can_prefetch or self.prediction != GRAPH_PREDICTION:
             return self
@@ -169,13 +170,13 @@ class PlannerSettings:
         return [cached] if self.pool == "shared" else sets_by_layer(cached, geometry.num_layers)
 
     def whole_set_sizes(self, geometry: Geometry, num_slots: int) -> list[int]:
-        """Return the sizes of the cache's sets if they had every slot."""
+        """Return the sizes that the cache's sets would have if all slots belonged to them."""
         if self.pool == "shared":
             return [num_slots]
         return sets_by_layer(num_slots, geometry.num_layers)
 
     def staging_slots(self, num_slots: int) -> int:
-        """Return the number of slots for prefetches, for the current layer and the next."""
+        """Return how many of `num_slots` slots are staging slots, for prefetched experts."""
         if not self.can_prefetch:
             return 0
         if self.prefetch == "top-k":
@@ -300,7 +301,7 @@ def _graph_rule(settings: PlannerSettings, size: int) -> Rule:
 
 
 def _native(name: str, options: Sequence[object]) -> int | None:
-    """Return the number of an assignment's native form, which has no options."""
+    """Return the number of an assignment's native form; None without one, or with options."""
     return NATIVE.index(name) if name in NATIVE and not options else None
 
 
@@ -310,6 +311,6 @@ def _prediction(settings: PlannerSettings, geometry: Geometry, tables: Native | 
 
 
 def with_tables(make: Callable[..., Eviction], tables: Tables | None) -> Callable[..., Eviction]:
-    """Return an eviction's factory `make`, changed to pass `tables` if the eviction uses tables."""
+    """Return the eviction factory `make`, with `tables` bound if its evictions learn in tables."""
     learns = isinstance(make, type) and issubclass(make, LearnsInTables)
     return partial(make, tables=tables) if learns and tables is not None else make

@@ -22,7 +22,10 @@ class NextUseTable(Protocol):
         """
 
     def learn(self) -> None:
-        """Learn from the prediction made some steps before the last note, unless that is done."""
+        """Process the last `note`: correct the table by the error of an earlier prediction.
+
+        Does nothing if the last `note` is already processed.
+        """
 
     def values(self) -> memoryview:
         """Return the scores by expert, 32 bits each; they stay the same until the next note."""
@@ -31,7 +34,7 @@ class NextUseTable(Protocol):
         """Drop cached scores, because native code has changed the table."""
 
     def resize(self, capacity: int) -> None:
-        """Compare the rules of `eviction.rule_choice` for a cache of this size; for 0, do not."""
+        """Compare the rules of `eviction.rule_choice` in a cache of `capacity` slots; 0: do not."""
 
     def followed(self) -> int:
         """Return the number of the rule by which `values` scores."""

@@ -48,7 +48,7 @@ def _gain_of_a_byte(small: Option, large: Option) -> float:
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
-    """Return the options that are best for some price per byte, smallest first."""
+    """Return the options on the convex hull of size and loss, smallest first."""
     hull: list[Option] = []
     for option in sorted(options, key=lambda o: (o.num_bytes, o.loss, o.name)):
         if hull and option.loss >= hull[-1].loss:
@@ -60,7 +60,10 @@ def _hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _filled(parts: Sequence[Sequence[Option]], chosen: list[Option], left: int) -> list[Option]:
-    """Spend the `left` bytes on the largest savings of loss that fit, one after another."""
+    """Spend the `left` bytes on changes of options; return `chosen` with the changes.
+
+    Each change is the one that saves the most loss of those that fit.
+    """
     while True:
         found = [
             (chosen[number].loss - option.loss, -number, option)

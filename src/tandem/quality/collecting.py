@@ -29,10 +29,10 @@ Progress = Callable[[int, int], None]  # (tokens done, total)
 
 
 class Squares:
-    """Sums of squares of the inputs of one matrix, or of each expert's matrix, and token counts."""
+    """Sums of squares of a matrix's inputs, and the number of tokens; for one or more matrices."""
 
     def __init__(self, num_matrices: int, width: int) -> None:
-        """Start with zero tokens."""
+        """Start with zero tokens of each of `num_matrices` matrices with `width` inputs."""
         self._sums = torch.zeros(num_matrices, width, dtype=torch.float64, device="cpu")
         self._tokens = torch.zeros(num_matrices, dtype=torch.int64, device="cpu")
 
@@ -42,7 +42,7 @@ class Squares:
         self._tokens[matrix] += len(inputs)
 
     def mean(self) -> InputSquares:
-        """Return the mean squares of the inputs, per matrix."""
+        """Return the mean square of each input of each matrix, with the numbers of tokens."""
         tokens = self._tokens.clamp(min=1)[:, None]
         return InputSquares((self._sums / tokens).float(), self._tokens)
 
@@ -59,7 +59,10 @@ class CollectingExecutor(ReferenceExecutor):
     def rows(
         self, host: HostLayer, expert: int, rows: Tensor, functions: ExpertFunctions
     ) -> Tensor:
-        """Compute one expert for its tokens; input and result are (n_tokens, hidden_size) fp32."""
+        """Compute one expert, and add its inputs' squares to the sums of both projections.
+
+        Input and result are (n_tokens, hidden_size) fp32.
+        """
         self._of(host, host.arrivals.up_name, rows.shape[1]).add(rows, expert)
 
         def noted(activate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -87,7 +90,7 @@ class CollectingExecutor(ReferenceExecutor):
 def collect_importance(
     model: PreTrainedModel, windows: Sequence[Window], progress: Progress | None = None
 ) -> dict[str, InputSquares]:
-    """Run windows of text through a model on the CPU; return the mean squares of all inputs.
+    """Run windows of text through a model on the CPU; return the mean squares of matrices' inputs.
 
     The mean squares, by parameter name, are (num_experts, inputs) for experts and (1, inputs) for
     linear layers other than the head.
@@ -116,7 +119,10 @@ def _batches(windows: Sequence[Window]) -> Iterator[Tensor]:
 
 @contextmanager
 def _listening(model: PreTrainedModel) -> Iterator[dict[str, Squares]]:
-    """Sum up squares of linear layers' inputs, by weight name, in the context; skips the head."""
+    """Return a context that sums up the squares of linear layers' inputs, except the head's.
+
+    The value of the `with` statement is a dictionary of the sums by weight name.
+    """
     found: dict[str, Squares] = {}
     layers: dict[str, nn.Module] = {path: layer for path, _, _, layer in packable_layers(model)}
     layers |= dict(packed_layers(model))

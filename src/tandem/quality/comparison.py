@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]  # (tokens done, total)
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How well a model predicts tokens; without a reference, the comparisons with it are None."""
+    """How well a model predicts tokens; without a reference, the fields that need it are None."""
 
     tokens: int
     perplexity: float
@@ -39,7 +39,7 @@ class Quality:
 
 
 class Tally:
-    """The results for each token, by domain."""
+    """Collects each token's results by domain, and sums them up."""
 
     def __init__(self) -> None:
         """Start without results."""
@@ -48,10 +48,11 @@ class Tally:
     def add(
         self, domain: str, targets: Sequence[int], logits: Tensor, reference: Tensor | None
     ) -> None:
-        """Add a part of a window: (n_tokens, vocabulary) fp32 logits of each token's next token.
+        """Add consecutive tokens of a window, by the logits for each token's next token.
 
-        `targets` are the real next tokens. They may be one fewer than the logits, because the text
-        ends with the last token.
+        `logits` and `reference` (None: no comparison) are (n_tokens, vocabulary) fp32. `targets`
+        are the real next tokens. They may be one fewer than the logits, because the text ends with
+        the last token.
         """
         own = self._found.setdefault(
             domain, {name: [] for name in ("loss", "reference_loss", "kl", "is_same")}
@@ -70,11 +71,11 @@ class Tally:
         own["kl"] += apart.sum(-1).clamp(min=0.0).tolist()
 
     def by_domain(self) -> dict[str, Quality]:
-        """Return the results by domain."""
+        """Return the quality in each domain."""
         return {domain: _quality([found]) for domain, found in self._found.items()}
 
     def total(self) -> Quality:
-        """Return the results over all domains."""
+        """Return the quality over the tokens of all domains."""
         return _quality(list(self._found.values()))
 
 
@@ -103,8 +104,9 @@ def measure(
     kv_dtype: str = "auto",
     progress: Progress | None = None,
 ) -> Tally:
-    """Run a model over windows; compare with a reference's logits, or write its own.
+    """Run a model over windows of text; return the results of all tokens.
 
+    The model's logits are compared with those in `reference` and written by `writer`, if given.
     Raises `ConfigError` if model and reference have vocabularies of different sizes.
     """
     tally = Tally()

@@ -48,7 +48,10 @@ class LogitsWriter:
             self._partial.unlink()
 
     def add(self, number: int, logits: Tensor) -> None:
-        """Write the logits of a window's next tokens: (n_tokens, vocabulary) of any float dtype."""
+        """Write the logits (n_tokens, vocabulary), of any float dtype, of window `number`.
+
+        Calls must follow the order of the windows and of each window's tokens.
+        """
         if not self._sums_at:
             self._begin(logits.shape[1])
         below = logits.float() - logits.float().amax(-1, keepdim=True)

@@ -56,7 +56,7 @@ def linear_groups(
 
 
 def embeddings_of(model: PreTrainedModel) -> dict[str, nn.Embedding]:
-    """Return the packable embeddings by path."""
+    """Return the input embeddings by their path; empty if they cannot be packed."""
     module = model.get_input_embeddings()
     if not is_packable_embedding(module):
         return {}
@@ -67,9 +67,10 @@ def embeddings_of(model: PreTrainedModel) -> dict[str, nn.Embedding]:
 def sampled_losses(
     weight: Tensor, importance: Tensor | None, formats: Sequence[WeightFormat]
 ) -> Tensor:
-    """Return the weighted squared error of each format on a sample of rows of (rows, cols).
+    """Return each format's squared error on a sample of a weight's rows, weighted by importance.
 
-    The last value is the error of zeros: the sample's own weighted square.
+    `weight` is (rows, cols). The last value is the sample's own weighted square: the error if all
+    weights became 0.
     """
     step = max(1, len(weight) // _MOST_ROWS)
     sample = weight[::step][:_MOST_ROWS].float()
@@ -82,7 +83,7 @@ def sampled_losses(
 
 
 def sampled_experts(layer: HostLayer) -> list[int]:
-    """Return the numbers of the sampled experts, evenly spaced."""
+    """Return the indices of the layer's experts that are sampled, evenly spaced."""
     count = layer.arrivals.num_experts
     return list(range(0, count, max(1, count // _MOST_EXPERTS)))[:_MOST_EXPERTS]
 
@@ -110,7 +111,7 @@ def projections(layer: HostLayer) -> tuple[str, str]:
 
 
 def projection(weights: ExpertWeights, parameter: str) -> Tensor:
-    """Return an expert's weight of the projection `parameter`, (outputs, inputs)."""
+    """Return an expert's weight (outputs, inputs) of the projection with the name `parameter`."""
     weight = weights.down if parameter.endswith(".down_proj") else weights.up
     return weight.T if weights.is_transposed else weight
 
@@ -118,7 +119,7 @@ def projection(weights: ExpertWeights, parameter: str) -> Tensor:
 def expert_importance(
     importance: Importance | None, layer: HostLayer, parameter: str, expert: int, weight: Tensor
 ) -> Tensor | None:
-    """Return the importance of the inputs of an expert's projection; None: all inputs are equal."""
+    """Return the importance of the inputs of an expert's projection; None if unknown."""
     if importance is None:
         return None
     found = importance.of(parameter, (layer.arrivals.num_experts, weight.shape[1]))

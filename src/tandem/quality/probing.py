@@ -71,7 +71,10 @@ class ProbingExecutor(ReferenceExecutor):
         return self._others.compute(call, functions)
 
     def weights(self, host: HostLayer, expert: int) -> ExpertWeights:
-        """Return one expert's weights with the projection rounded; each expert is rounded once."""
+        """Return one expert's weights with the selected projection rounded.
+
+        Each expert is rounded once in a context of `rounding`.
+        """
         if expert not in self._rounded:
             weights = host.weights(expert)
             weight = projection(weights, self.parameter)
@@ -91,7 +94,7 @@ def probe(
     importance: Importance,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Return, by parameter name, the mean divergence in nats if only its part is rounded.
+    """Return by parameter name the mean divergence in nats when only its part is rounded.
 
     Only windows as long as the first window are used. The model must be on the CPU; packed parts
     are skipped. Linear layers with the same input are one part, and each is listed with that part's
@@ -140,7 +143,7 @@ def _rounded(weight: Tensor, importance: Tensor | None, fmt: WeightFormat) -> Te
 def _rounded_group(
     group: Mapping[str, nn.Module], importance: Importance, fmt: WeightFormat
 ) -> Iterator[None]:
-    """Round the weights of modules by path inside the context."""
+    """Round the weights of a group's modules, given by path, to `fmt` inside the context."""
     before: list[tuple[nn.Module, nn.Parameter]] = []
     for path, module in group.items():
         weight = module.weight

@@ -100,7 +100,11 @@ class Measured:
     num_weights: int
 
     def recipe(self, num_bytes: int) -> Recipe:
-        """Return the recipe of least loss; raises `ConfigError` for an impossible size."""
+        """Return a recipe of small loss for at most `num_bytes` bytes.
+
+        Raises `ConfigError` if the smallest recipe is larger, or if even the largest recipe is more
+        than 1 % smaller.
+        """
         parts = [*self.layers, *self.linear.values()]
         if 8 * num_bytes >= _BITS_WITHOUT_GRIDS * self.num_weights:
             parts = [[option for option in part if not _has_grid(option)] for part in parts]
@@ -141,14 +145,14 @@ class _MeasuringSink:
         self._done = self._all = 0
 
     def begin(self, expected_bytes: int, table_bytes: int) -> None:
-        """Receive the total bytes of experts."""
+        """Receive the total bytes of experts, for the progress."""
         self._all = expected_bytes
 
     def resume(self, layer: HostLayer) -> None:
-        """Do nothing: an earlier run measures nothing."""
+        """Do nothing: no layer was measured in an earlier run."""
 
     def take(self, layer: HostLayer) -> None:
-        """Measure a complete layer."""
+        """Measure a complete layer, and drop its weights."""
         self.layers[layer.layer] = _layer_options(layer, self._importance)
         self.num_weights += sum(prod(shape) for shape in layer.arrivals.shapes.values())
         self._done += layer.num_bytes
@@ -165,7 +169,8 @@ def measure_parts(
 ) -> Measured:
     """Read a model once, layer by layer, and measure size and loss of each part in each format.
 
-    `offload` names the importance file. Needs memory for the dense parts and one or two MoE layers.
+    `offload` names the importance file. This takes memory for the dense parts and one or two MoE
+    layers.
     """
     offload = with_importance_file(offload, checkpoint)
     importance = given_importance(offload)
@@ -184,7 +189,7 @@ def measure_parts(
 
 
 def _bytes_of(model: PreTrainedModel, linear: Mapping[tuple[str, ...], object]) -> int:
-    """Return the bytes that `dense_bytes_with` counts for layers with formats."""
+    """Return the bytes that `dense_bytes_with` counts for the modules at the paths in `linear`."""
     tied, total = tied_weights(model), 0
     for path in (path for paths in linear for path in paths):
         own = model.get_submodule(path).named_parameters(recurse=False)
@@ -193,7 +198,7 @@ def _bytes_of(model: PreTrainedModel, linear: Mapping[tuple[str, ...], object]) 
 
 
 def _layer_options(layer: HostLayer, importance: Importance | None) -> list[Option]:
-    """Return an option for every pair of formats of a layer's two projections."""
+    """Return a layer's options: one for every pair of formats of its two projections."""
     losses = [
         _losses(name, squares, importance)
         for name, squares in zip(
@@ -209,7 +214,7 @@ def _layer_options(layer: HostLayer, importance: Importance | None) -> list[Opti
 
 
 def _stride(layer: HostLayer, up: WeightFormat, down: WeightFormat) -> int:
-    """Return the bytes of an expert in a file."""
+    """Return the bytes of an expert in a packed checkpoint, with the gap to the next expert."""
     arrivals, weights = layer.arrivals, layer.weights(0)
     rows, cols = arrivals.shapes["down_proj"][1:]
     hidden, inner = (cols, rows) if weights.is_transposed else (rows, cols)
@@ -223,7 +228,10 @@ def _stride(layer: HostLayer, up: WeightFormat, down: WeightFormat) -> int:
 def _linear_options(
     model: PreTrainedModel, importance: Importance | None
 ) -> dict[tuple[str, ...], list[Option]]:
-    """Return the options of linear layers, by the paths of the layers that must share a format."""
+    """Return the options of linear layers and embeddings.
+
+    The keys are the paths of the modules that must share a format.
+    """
     embeddings = embeddings_of(model)
     groups: list[Mapping[str, nn.Module]] = [*linear_groups(model, importance)]
     found: dict[tuple[str, ...], list[Option]] = {}
@@ -246,7 +254,7 @@ def _linear_options(
 
 
 def _losses(parameter: str, squares: Tensor, importance: Importance | None) -> Sequence[float]:
-    """Return a part's loss by format, from `sampled_losses`: errors, and last the part's square."""
+    """Return a part's loss in each of `CHOICES`, from `squares`, its `sampled_losses`."""
     errors, own = squares[:-1], squares[-1].clamp(min=1e-30)
     probed = None if importance is None else importance.divergence_of(parameter)
     of_probe = errors[CHOICES.index(PROBE)].clamp(min=1e-30)

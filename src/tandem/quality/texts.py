@@ -22,7 +22,7 @@ _LEAST_TOKENS = 16  # of a domain; fewer would say nothing about it
 
 
 class Window(NamedTuple):
-    """Tokens that a model reads in an empty context; the tokenizer's initial tokens come first."""
+    """Tokens that a model reads without earlier context, first the tokenizer's initial tokens."""
 
     domain: str
     ids: tuple[int, ...]
@@ -34,7 +34,7 @@ def held_out_texts() -> dict[str, str]:
 
 
 def learnt_texts() -> dict[str, str]:
-    """Return the texts for collecting importance, by domain; none of them is a held-out text."""
+    """Return the texts for collecting importance, by domain; no held-out text is among them."""
     sample = resources.files("tandem.demo").joinpath("calibration.txt").read_text(encoding="utf-8")
     quarter = len(sample) // _PARTS_OF_SAMPLE + 1
     parts = {

@@ -20,11 +20,11 @@ class ApiKeys:
     """The keys that admit requests; without keys, all requests are admitted."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        """Store the keys and their owners."""
+        """Store the keys, each with the identifier of its owner."""
         self._keys = [(key.encode(), _owner(key)) for key in keys]
 
     def owner(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """Return the owner of a request's key; None: the request has no valid key."""
+        """Return the owner of a request's key, b"" without keys; None: the key is not valid."""
         if not self._keys:
             return b""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")

@@ -98,7 +98,7 @@ def _add_bodies(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/embeddings", status_code=404, responses=described_errors(401, 413, 415))
     async def embeddings() -> Response:
-        """Refuse: a model that writes has no embeddings to give."""
+        """Refuse: the served model writes text and gives no embeddings."""
         raise ApiError(
             404,
             "this server's model writes text and has no embeddings; use an embedding server",
@@ -131,12 +131,12 @@ def _add_kept_responses(app: FastAPI, server: Server) -> None:
 def _add_models(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
-        """List the model."""
+        """List the served model, under each of its names."""
         return JSONResponse(server.models())
 
     @app.get("/v1/models/{name:path}", responses=described_errors(401, 404))
     async def model(name: str) -> Response:
-        """Describe the model."""
+        """Describe the served model."""
         return JSONResponse(server.one_model(name))
 
 
@@ -148,7 +148,7 @@ def _add_rest(app: FastAPI, server: Server) -> None:
 
     @app.get("/ready", responses=described_errors(503))
     async def ready() -> Response:
-        """Report whether a request would be answered now."""
+        """Report whether the model is loaded and requests are accepted."""
         if server.engine.is_ready:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready"}, 503, {"Retry-After": "2"})

@@ -24,8 +24,8 @@ class ConnectionLimits:
     """Seconds from a connection's start, or its last answer, to the end of a request's head."""
     body_seconds: float = 20.0
     body_bytes_per_second: float = 500.0
-    """Received bytes extend `body_seconds` at this rate; both defaults are from Apache's
-    mod_reqtimeout."""
+    """`body_seconds` grows by one second for each time that this many bytes are received. Both
+    defaults are those of Apache's mod_reqtimeout."""
     refused_seconds: float = 5.0
     """Seconds to receive the rest of a body that was answered before its end."""
     unread_seconds: float = 60.0

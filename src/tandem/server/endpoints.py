@@ -24,7 +24,7 @@ Endpoints = Mapping[str, Api[Any] | Question[Any]]
 
 
 def endpoints(requests: GenerationRequests, tokenizer: Tokenizer, model: str) -> Endpoints:
-    """Return the endpoints by their names in the metrics; `model` is the name in answers."""
+    """Return the endpoints by their names in the metrics; answers name the model `model`."""
     return {
         "chat": Api(
             ChatRequest,

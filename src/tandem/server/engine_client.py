@@ -53,7 +53,7 @@ class TokenOutputs:
     """The token outputs of requests that were submitted together, in the outputs' arrival order."""
 
     def __init__(self, numbers: range) -> None:
-        """Wait for outputs of the requests with these numbers."""
+        """Start without outputs; `numbers` are those of the requests."""
         self.numbers = numbers
         self._queue: asyncio.Queue[TokenOutput | ApiError] = asyncio.Queue()
 
@@ -123,12 +123,12 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would run now."""
+        """Whether the model is loaded and the server is not shutting down."""
         return self._ready.is_set() and not self._is_draining
 
     @property
     def num_running(self) -> int:
-        """How many requests the engine process has."""
+        """How many requests have been sent to the engine process and have not ended."""
         return len(self._pending) - len(self._waiting)
 
     @property
@@ -244,7 +244,7 @@ class EngineClient:
         self._process = EngineProcess(self._load, self._settings, self._take, self._ended)
 
     async def _look(self) -> None:
-        """Kill the process if it is silent: a hanging step would block all requests."""
+        """Kill the engine process once it sends nothing for too long while requests run."""
         while True:
             await asyncio.sleep(self._most_silent_seconds / _LOOKS)
             self._silent_looks += 1
@@ -351,7 +351,7 @@ class EngineClient:
             free -= 1
 
     def fail(self, numbers: Sequence[int], message: str, *, status: int = 500) -> None:
-        """Fail requests that have not ended, with a sentence for their clients."""
+        """End these requests, if they are not over, with an error message for their clients."""
         self._tell(numbers, server_error(message, status=status))
 
     def _tell(self, numbers: Sequence[int], error: ApiError) -> None:

@@ -31,7 +31,7 @@ _UNCOUNTED = {"call": lambda: None}
 
 
 def is_own_name(headers: Mapping[bytes, bytes], names: Collection[str] | None) -> bool:
-    """Tell whether a request's host is one of `names`; None: any host."""
+    """Tell whether a request's host is one of `names`, or `names` is None, which allows any."""
     host = headers.get(b"host", b"").decode("latin-1").lower()
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     return names is None or name in names
@@ -69,14 +69,14 @@ class Gate:
         allowed_hosts: list[str] | None,
         max_body_bytes: int,
     ) -> None:
-        """Guard `app`; without keys, keys are not checked, and without hosts, hosts are not."""
+        """Store what requests need: a key, unless there are none; a host, unless hosts are None."""
         self._app = app
         self._keys = ApiKeys(api_keys)
         self._hosts = None if allowed_hosts is None else set(allowed_hosts)
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request and pass it on."""
+        """Pass a request on if it is valid; otherwise answer it with an error."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)

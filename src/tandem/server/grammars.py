@@ -49,7 +49,7 @@ class _Queue:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait for this grammar's turn; `ApiError` if the queue is full."""
+        """Wait for a turn and hold it in the `with` body; `ApiError` if the queue is full."""
         if self._num_waiting >= _MOST_WAITING:
             raise busy("too many grammars are waiting to be built; ask again later", _RETRY_SECONDS)
         self._num_waiting += 1
@@ -84,9 +84,11 @@ class Grammars:
         self._passed: OrderedDict[bytes, str | None] = OrderedDict()
 
     async def build(self, writer: Writer) -> str | None:
-        """Return the grammar that `writer` writes; raises `ConfigError` or `ApiError`.
+        """Return the grammar that `writer` writes, after it has been built; None if it writes none.
 
-        Cancelling the call ends the work, unless another request waits for the same grammar.
+        Raises `ConfigError` for a grammar that cannot be built within the limits, and `ApiError` if
+        the queue is full or the process cannot be reached. Cancelling the call ends the work,
+        unless another request waits for the same grammar.
         """
         key = writer.key
         if key in self._passed:

@@ -53,11 +53,11 @@ class HelperProcess:
         self._end()
 
     async def ask(self, job: bytes, *, kind: bytes = b"j", seconds: float | None = None) -> Any:
-        """Return the answer to a framed job; None if the helper or the job's fork ended without it.
+        """Return the answer to a framed job; None if the helper or the fork ended before answering.
 
-        A fork is ended at its limits. If the job takes more than `seconds`, the helper itself is
-        killed. Cancelling the call closes the job's socket. Raises `ApiError` if the helper cannot
-        be reached.
+        A fork that exceeds its limits is ended. If the job takes more than `seconds`, the helper
+        itself is killed. Cancelling the call closes the job's socket. Raises `ApiError` if the
+        helper cannot be reached.
         """
         # The helper may have been killed; jobs that have not begun can be repeated.
         for _ in range(2):
@@ -90,7 +90,7 @@ class HelperProcess:
         return self._starting
 
     def _begin(self) -> socket.socket:
-        """Start the process, in a thread, and send it its first message."""
+        """Start the process, send its first message, and return its socket; runs in a thread."""
         self._end()
         ours, theirs = socket.socketpair()
         with theirs:

@@ -98,7 +98,7 @@ class Connections:
             self._waiting[connection] = None
 
     def sweep(self) -> None:
-        """Close connections that exceed a time limit."""
+        """Close connections whose clients exceed a time limit."""
         now = self.clock()
         for connection in list(self._all):
             connection.end_if_late(now)
@@ -158,7 +158,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._end(ApiError(408, f"{what} did not end within {seconds:.0f} seconds"))
 
     def _is_stuck(self, now: float) -> bool:
-        """Tell whether outgoing data has not been read for too long."""
+        """Tell whether the client has read none of the data to send for `unread_seconds`."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or unsent < self._unsent_bytes or not self._unsent_bytes:
             self._unsent_since = now
@@ -171,7 +171,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._late = self._since + seconds
 
     def _end(self, error: ApiError) -> None:
-        """Send an error and close the connection; only close it if an answer is being sent."""
+        """Send an error, unless it would mix with an answer, and close the connection."""
         if self._num_open and (self.cycle is None or self.cycle.response_started or self.pipeline):
             self.abort()
             return
@@ -244,7 +244,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._allow(self._limits.body_seconds)
 
     def on_body(self, body: bytes) -> None:
-        """Add a part of a body."""
+        """Count a part of a body, and add it to the request."""
         self._body_bytes += len(body)
         self._chunk_bytes -= len(body)
         super().on_body(body)

@@ -54,7 +54,7 @@ class KeyLimits:
         self._keys: dict[bytes, _Key] = {}
 
     async def enter(self, owner: bytes, number: int) -> None:
-        """Return when this many answers may begin; the caller must call `leave` afterwards.
+        """Wait until the key may begin `number` answers; the caller must call `leave` afterwards.
 
         Raises `ApiError`: 400 for more answers than may ever run together; 429 if too many answers
         wait, or if the key's tokens are used up.
@@ -133,7 +133,7 @@ class UseLog:
     """
 
     def __init__(self, path: str | None) -> None:
-        """Append to the file at `path`; None: nothing is written. Raises `ConfigError`."""
+        """Open the file at `path`, to append lines; None: there is no log. Raises `ConfigError`."""
         self._path = path
         self._file: int | None = None
         self._num_lost = 0

@@ -32,7 +32,7 @@ def add_ollama(app: FastAPI, server: Server) -> None:
 
     @app.get("/api/ps")
     async def loaded() -> Response:
-        """Show what is loaded to Ollama's clients."""
+        """List the loaded model for Ollama's clients."""
         engine = server.engine
         return JSONResponse(
             running(server.model, engine.info, engine.statistics.memory_bytes, server.context)

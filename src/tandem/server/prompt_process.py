@@ -31,7 +31,7 @@ class Pickled(NamedTuple):
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Answer jobs from the socket that is stdin, until the HTTP side closes it."""
     os.nice(_NICENESS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork would not have its threads
     control = socket.socket(fileno=0)

@@ -19,7 +19,7 @@ def refusal(scope: Scope, error: ApiError) -> JSONResponse:
 
 
 def log_refusal(scope: Scope, error: ApiError) -> None:
-    """Log method, path, status and reason, except for a client that has left."""
+    """Log method, path, status and reason, unless the error is that the client has left."""
     if error.status != 499:
         _log.warning(
             "refused %s %s: %d, %s", scope["method"], plain(scope["path"], _LONGEST_PATH),
@@ -28,6 +28,6 @@ def log_refusal(scope: Scope, error: ApiError) -> None:
 
 
 def plain(text: str, longest: int) -> str:
-    """Return foreign text as one line without terminal control sequences."""
+    """Return a client's text as one printable line, cut after `longest` characters."""
     shown = "".join(char if char.isprintable() else " " for char in text[:longest])
     return shown if len(text) <= longest else f"{shown}..."

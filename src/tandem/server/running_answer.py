@@ -118,7 +118,7 @@ class RunningAnswer:
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Await the work, but stop when the client leaves."""
+    """Return the work's result; if the client leaves first, cancel it and raise `ApiError`."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(left(request.receive))
     try:

@@ -65,7 +65,7 @@ class Server:
         model: str,
         images: ImageReader | None = None,
     ) -> None:
-        """Serve `model` under its own name, unless the options give other names."""
+        """Prepare to serve `model`, under its own name unless the options give other names."""
         self.engine = engine
         self.tokenizer = tokenizer
         self.options = options
@@ -139,7 +139,7 @@ class Server:
             raise
 
     async def _found(self, endpoint: Endpoint, request: Request) -> Prepared | bytes:
-        """Return the prompt process's result for a body."""
+        """Return what the prompt process makes of a body: requests, or the whole answer in JSON."""
         try:
             raw = await request.body()
         except ClientDisconnect:
@@ -158,7 +158,7 @@ class Server:
             job = self._with_needs(job, answered.found, self.owner_of(request))
 
     def _with_needs(self, job: Job, needs: Needs, owner: bytes) -> Job:
-        """Return the job with the data that its body needs; `ApiError` without data or room."""
+        """Return the job with what its body needs; `ApiError` if that is not available."""
         if needs.num_answers:
             self.engine.require_room(needs.num_answers)
         kept = self.kept_of(owner)
@@ -191,11 +191,11 @@ class Server:
             raise
 
     def start(self) -> None:
-        """Start the processes that prepare bodies, while the model loads."""
+        """Start the prompt process, so that it is ready when the model is."""
         self.prompts.process.start()
 
     def close(self) -> None:
-        """End the helper processes."""
+        """End the helper processes, and close the log of use."""
         self.prompts.process.close()
         self.grammars.process.close()
         self._use.close()
@@ -258,7 +258,7 @@ class Server:
         return None if info is None else self._about.limit(info)
 
     def live(self) -> Response:
-        """Stream live snapshots to the page."""
+        """Return a stream of live snapshots for the page."""
         return EventStream(self._snapshots())
 
     async def _snapshots(self) -> AsyncIterator[bytes]:
@@ -275,7 +275,7 @@ class Server:
 def _stream(
     form: StreamForm, reply: Reply, answer: RunningAnswer, headers: Mapping[str, str]
 ) -> EventStream:
-    """Return a stream that sends all events of one token at once."""
+    """Return the stream of an answer; the events of one token are sent together."""
     encode = form.encode
 
     async def events() -> AsyncIterator[bytes]:
@@ -300,7 +300,7 @@ def key_of(request: Request) -> bytes:
 
 
 def _deadline(request: Request) -> float | None:
-    """Return how many seconds from now a client no longer needs an answer; None: unknown."""
+    """Return how many seconds the client will wait for its answer; None if it does not say."""
     deadline = request.headers.get(_DEADLINE)
     try:
         seconds = None if deadline is None else float(deadline)

@@ -30,7 +30,7 @@ class ReleasedHybriMoe(HybriMoe):
         self._cpu_token = cpu_token
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the schedule by the constants, with its real times."""
+        """Return the split that the constants give, with its seconds by the real costs."""
         tokens = problem.tokens
         split = super().assign(
             problem._replace(
@@ -49,8 +49,9 @@ class FirstTokenScore(HybriMoeScore):
     reads_weights = False
 
     def touch(self, load: LayerLoad) -> None:
-        """Add the first token's experts to the score, all equally, because traces have no router
-        scores.
+        """Add the first token's experts to the score.
+
+        All of them count equally, because traces have no router scores.
         """
         if load.routes:
             first = tuple(sorted(load.routes[0]))
@@ -61,8 +62,8 @@ class FirstTokenScore(HybriMoeScore):
 class IndexedCopyOnMiss(CopyOnMiss):
     """Paper 2's N-index cache: only misses of the first N layers are copied.
 
-    With a shared pool these layers have all slots, and the victim is the least recently used expert
-    of all layers; in the paper's M ways it is that of one layer.
+    With a shared pool, the N layers have all slots, and the least recently used expert of any of
+    them is evicted; with the paper's M ways per layer, that of the missed expert's layer.
     """
 
     def __init__(self, geometry: Geometry, *, quota: int = 64, share: float = 0.5) -> None:
@@ -81,14 +82,14 @@ class Popularity(Prediction):
     """Predicts the most used experts of a layer (EdgeMoE's statistics): the decayed mean load."""
 
     def __init__(self, geometry: Geometry) -> None:
-        """Start without loads."""
+        """Start without observed loads."""
         self._num_experts = geometry.num_experts
         layers, experts = geometry.num_layers, geometry.num_experts
         self._counts = DecayedCounts(layers, experts, _POPULARITY_DECAY)
         self._weight = [0.0] * layers
 
     def observe(self, load: LayerLoad) -> None:
-        """Add a layer's load."""
+        """Add a layer's load to its decayed mean."""
         layer = load.layer
         self._counts.tick(layer)
         self._weight[layer] = self._weight[layer] * _POPULARITY_DECAY + 1.0
@@ -105,7 +106,11 @@ class Popularity(Prediction):
 
 
 class Transitions(Prediction):
-    """Predicts the mean load that followed each expert that is active in the previous layer."""
+    """Predicts how often experts are used after the active experts of the previous layer.
+
+    Each (layer, expert of the previous layer) has a table row of how often the layer's experts
+    followed.
+    """
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with all experts equally likely."""
@@ -118,7 +123,7 @@ class Transitions(Prediction):
         self._last = None
 
     def observe(self, load: LayerLoad) -> None:
-        """Move the rows of the previous layer's active experts towards this load."""
+        """Move the previous layer's active experts' table rows towards this layer's active ones."""
         if self._last is not None and self._last.layer == load.layer - 1:
             used = np.zeros(self._rows.shape[2])
             used[list(load.experts)] = 1.0
@@ -127,9 +132,9 @@ class Transitions(Prediction):
         self._last = load
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return the mean of the active experts' rows.
+        """Return the mean of the table rows of the previous layer's active experts.
 
-        None unless `layer` follows the last observed layer.
+        Returns None unless `layer` follows the layer observed last.
         """
         if self._last is None or self._last.layer != layer - 1:
             return None
@@ -160,14 +165,14 @@ class TokenMemory(Prediction):
             del self._rows[next(iter(self._rows))]
 
     def observe(self, load: LayerLoad) -> None:
-        """Move each token's row towards its experts; needs the tokens' routes."""
+        """Move each token's table row towards its experts; without routes, only the mean row."""
         _approach(self._mean[load.layer], load.experts, _MEAN_RATE)
         if len(load.routes) == len(self._tokens):
             for token, experts in zip(self._tokens, load.routes, strict=True):
                 _approach(self._rows[token][load.layer], experts, _TOKEN_RATE)
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return the sum over the step's tokens."""
+        """Return the sum of the table rows of the step's tokens; None without token ids."""
         if not self._tokens:
             return None
         total = np.sum([self._rows[token][layer] for token in self._tokens], axis=0)
@@ -175,7 +180,7 @@ class TokenMemory(Prediction):
 
 
 def _approach(row: np.ndarray, experts: Sequence[int], rate: float) -> None:
-    """Move a row in place towards 1 for these experts and 0 for the others."""
+    """Move a table row in place: towards 1 for `experts`, towards 0 for all other experts."""
     row *= 1.0 - rate
     row[list(experts)] += rate
 
@@ -189,7 +194,7 @@ class Hinted(Prediction):
     """
 
     def __init__(self, geometry: Geometry, *, source: str) -> None:
-        """Use hints of `source`."""
+        """Use only hints whose source is `source`."""
         self._num_experts = geometry.num_experts
         self._source = source
         self._forecasts: dict[int, Forecast] = {}
@@ -200,7 +205,7 @@ class Hinted(Prediction):
         self._forecasts.clear()
 
     def hint(self, hint: Hint) -> None:
-        """Keep a hint of this source."""
+        """Store a hint of this source as its layer's forecast; ignore hints of other sources."""
         if hint.source != self._source:
             return
         scores = [0.0] * self._num_experts
@@ -210,7 +215,7 @@ class Hinted(Prediction):
         self._forecasts[hint.load.layer] = Forecast(scores, 0.0, 1.0, frequencies)
 
     def observe(self, load: LayerLoad) -> None:
-        """Count the hint's outcome."""
+        """Count how often the layer's hint came true, and drop the hint."""
         forecast = self._forecasts.pop(load.layer, None)
         if forecast is not None and self._calibration.is_due():
             self._calibration.observe(forecast, load.experts)
@@ -234,7 +239,7 @@ class TopK(PrefetchChoice):
         self.count = count
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
-        """Return the absent experts among those with the highest predicted workload."""
+        """Return the absent experts of the `count` with the highest scores, as room permits."""
         scores = forecast.scores
         best = sorted(range(len(scores)), key=lambda expert: (-scores[expert], expert))
         absent = [e for e in best[: self.count] if terms.slots[e] < 0 and scores[e] > forecast.base]

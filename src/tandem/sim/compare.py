@@ -10,7 +10,7 @@ from tandem.trace import RoutingTrace
 
 
 class Speed(NamedTuple):
-    """The speed of one system under one condition."""
+    """The speed of one system at one batch size and one cache size."""
 
     system: str
     batch: int
@@ -27,9 +27,10 @@ def compare(
     fractions: Sequence[float],
     progress: Callable[[str], None] | None = None,
 ) -> list[Speed]:
-    """Run every system at each of `batches` (with the conditions' memory) and of `fractions`.
+    """Run every system at each batch size of `batches`, and at each cache size of `fractions`.
 
-    `fractions` are memory sizes, as in `Conditions.gpu_experts`.
+    Cache sizes are as in `Conditions.gpu_experts`. Runs by batch size have the cache size of
+    `conditions`, and runs by cache size its batch size.
     """
     cells = [(batch, conditions.gpu_experts) for batch in batches]
     cells += [(conditions.batch, fraction) for fraction in fractions]
@@ -68,7 +69,7 @@ def _run(
 
 
 def table(speeds: Sequence[Speed]) -> str:
-    """Return the speeds as a Markdown table: a system per row, a condition per column."""
+    """Return decode speeds as a Markdown table: rows are systems, columns batch and cache sizes."""
     cells = list(dict.fromkeys((speed.batch, speed.gpu_experts) for speed in speeds))
     names = list(dict.fromkeys(speed.system for speed in speeds))
     known = {(s.system, s.batch, s.gpu_experts): s.decode_tokens_per_second for s in speeds}
@@ -82,7 +83,7 @@ def table(speeds: Sequence[Speed]) -> str:
 
 
 def without_decode(speeds: Sequence[Speed], limit: int) -> str | None:
-    """Return a sentence about conditions in which no token was decoded; None if there are none."""
+    """Return a sentence about batch sizes at which no token was decoded; None if there are none."""
     batches = sorted({speed.batch for speed in speeds if speed.decode_tokens_per_second is None})
     if not batches:
         return None

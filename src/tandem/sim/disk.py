@@ -29,7 +29,7 @@ MakeEviction = Callable[[Geometry, int], Eviction]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """The share of experts that host memory has, on a machine with a GPU and a disk."""
+    """How many experts host memory has slots for, and their eviction, beside a GPU and a disk."""
 
     share: float
     make_eviction: MakeEviction
@@ -37,12 +37,12 @@ class HostShare:
     """Whether plans include the time of disk reads."""
 
     def __post_init__(self) -> None:
-        """Check the range."""
+        """Raise `ConfigError` if the share is not between 0 and 1."""
         require_range("share", self.share, 0.0, 1.0, what="a fraction")
 
 
 class _DeviceLast(Eviction):
-    """Scores as another eviction does, but gives experts that a device has the lowest score."""
+    """Scores as another policy does, but gives experts on the device the lowest score."""
 
     background = "always"
 
@@ -85,9 +85,9 @@ class HostTier:
             self._cache.admit(LayerLoad(layer, (), ()), lacking[:size])
 
     def places(self, load: LayerLoad) -> bytes:
-        """Return whether each active expert is in a slot or on the disk.
+        """Return a byte for each active expert: whether it is in a host slot or on the disk.
 
-        The result is empty if plans do not include reads.
+        The result is empty if plans do not include the time of disk reads.
         """
         if not self._plans_reads:
             return b""
@@ -95,7 +95,7 @@ class HostTier:
         return bytes(IN_SLOT if has(load.layer, expert) else ON_DISK for expert in load.experts)
 
     def use(self, load: LayerLoad, plan: LayerPlan) -> None:
-        """Offer slots to experts that the CPU has computed, and to experts that left the GPU."""
+        """Offer host slots to experts that the CPU computes, and to experts that leave the GPU."""
         if plan.cpu:
             tokens = dict(zip(load.experts, load.tokens, strict=True))
             used = LayerLoad(load.layer, plan.cpu, tuple(tokens[expert] for expert in plan.cpu))
@@ -108,19 +108,19 @@ class HostTier:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiskConditions:
-    """The constants of a replay over a disk."""
+    """The conditions of a replay over a disk: machine, memory, batch, and how much is replayed."""
 
     costs: ShapeCosts
     """The costs; only those of the CPU and the dense parts are used."""
     bytes_per_second: float
     share: float
-    """The share of each layer's experts that memory has slots for."""
+    """The share of each layer's experts that host memory has slots for."""
     batch: int = 1
     prompt: int = 16
     limit: int = 1 << 60
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Raise `ConfigError` for a value out of its range."""
         require_range("share", self.share, 0.0, 1.0, what="a fraction")
         require_range("batch", self.batch, 1)
         require_range("prompt", self.prompt, 0)
@@ -132,7 +132,7 @@ class DiskConditions:
         return whole_pages(self.costs.expert_bytes)
 
     def set_sizes(self, geometry: Geometry) -> list[int]:
-        """Return the number of slots of each layer."""
+        """Return the number of host slots of each layer."""
         return [int(geometry.num_experts * self.share)] * geometry.num_layers
 
 
@@ -155,7 +155,7 @@ class DiskTally:
 
     @property
     def hit_rate(self) -> float:
-        """The share of active experts that were in memory."""
+        """The share of active experts that were in memory when their layer began."""
         return 1 - self.misses / self.demands if self.demands else 0.0
 
     @property
@@ -171,8 +171,9 @@ def replay_over_disk(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> DiskTally:
-    """Replay until the trace or the limit ends; `progress` gets the number of tokens of each
-    step.
+    """Replay a trace until it ends or the limit is reached; return the totals.
+
+    `progress` gets the number of tokens of each step.
     """
     replay, reader = _Replay(trace.meta, conditions, make_eviction), LoadReader(trace)
     tally = replay.tally
@@ -186,7 +187,7 @@ def replay_over_disk(
 
 
 class _Replay:
-    """The clock of CPU and disk: a layer begins when the previous layer is done."""
+    """A replay on a clock of CPU and disk; a layer begins when the previous layer is done."""
 
     def __init__(
         self, meta: TraceMeta, conditions: DiskConditions, make_eviction: MakeEviction
@@ -236,7 +237,7 @@ class _Replay:
     def _run(self, load: LayerLoad, absent: list[int], requested_at: float) -> tuple[float, float]:
         """Run a layer's experts; the absent experts were requested at `requested_at`.
 
-        Returns the seconds of the absent experts' reads, and of computing the others.
+        Returns the seconds of reading the absent experts, and of computing the experts in memory.
         """
         costs = self._costs
         costs.require(max(load.tokens))

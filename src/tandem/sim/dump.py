@@ -22,21 +22,21 @@ from tandem.sim.replay import Compared
 
 
 class Dump:
-    """Writes the lines."""
+    """Writes a simulation's decisions as JSON lines."""
 
     def __init__(self, stream: TextIO, geometry: Geometry) -> None:
-        """Write to `stream`."""
+        """Write to `stream`; `geometry` is the model's."""
         self._stream = stream
         self._geometry = geometry
 
     def header(self, **values: object) -> None:
-        """Write the first line."""
+        """Write the header: a format number and `values`."""
         self._write({"format": 1, **values})
 
     def demand(
         self, load: LayerLoad, hits: Sequence[int], changes: list[tuple[int, int]], rule: str
     ) -> None:
-        """Write one layer of the hit-rate replay."""
+        """Write the line of one layer of the hit-rate replay."""
         name = self._geometry.expert_id
         self._write(
             {
@@ -58,7 +58,7 @@ class Dump:
         rule: str,
         seconds: float,
     ) -> None:
-        """Write one layer of the timed replay."""
+        """Write the line of one layer of the timed replay."""
         problem, split, optimal = compared
         placed = zip(load.experts, problem.wait, strict=True)
         on_gpu = [

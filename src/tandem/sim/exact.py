@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Exact:
-    """The oracle: the smallest max(T_gpu, T_cpu) under equations 3 to 9."""
+    """The oracle: assigns experts with the smallest max(T_gpu, T_cpu) under equations 3 to 9."""
 
     pipelined = False
 
@@ -48,7 +48,7 @@ class Exact:
 
 
 class Partial(NamedTuple):
-    """Partial answers: element i of each array belongs to answer i."""
+    """Several partial answers: element i of each array belongs to answer i."""
 
     gpu: Floats  # when the GPU has computed its experts
     cpu: Floats
@@ -57,7 +57,7 @@ class Partial(NamedTuple):
 
     @classmethod
     def start(cls, cpu_first: float = 0.0) -> "Partial":
-        """Return the partial answer with no expert decided; it includes the CPU's surcharge."""
+        """Return one partial answer without decided experts; the CPU's time is `cpu_first`."""
         zero = np.zeros(1)
         return cls(zero, zero + cpu_first, np.zeros(1, np.int64), np.zeros(1, np.uint64))
 
@@ -82,9 +82,10 @@ class Partial(NamedTuple):
         )
 
     def pruned(self, bound: Floats, best: float) -> "Partial":
-        """Drop answers that cannot beat `best`, or that another answer dominates.
+        """Return the answers that can still beat `best` and that no other answer dominates.
 
-        The other answer has as many fetches and is at least as good in both times.
+        `bound` has a lower bound on each answer's time. An answer dominates another answer with as
+        many fetches if it is at least as good in both times.
         """
         partial = self.keep(np.flatnonzero(bound < best * (1 - 1e-12)))
         partial = partial.keep(np.lexsort((partial.cpu, partial.gpu)))
@@ -95,7 +96,10 @@ class Partial(NamedTuple):
         return partial.keep(np.concatenate(kept)) if kept else partial
 
     def best(self, cpu: Floats, num_experts: int) -> list[bool] | None:
-        """Return which experts the best answer puts on the GPU; None if there is no answer."""
+        """Return which experts the best answer puts on the GPU; None if there is no answer.
+
+        `cpu` has the CPU's time in each answer.
+        """
         if not len(self.gpu):
             return None
         mask = int(self.mask[int(np.argmin(np.maximum(self.gpu, cpu)))])
@@ -103,7 +107,10 @@ class Partial(NamedTuple):
 
 
 def _undominated(cpu: Floats, keep: Ints) -> Ints:
-    """Return the answers of `keep`, sorted by gpu, whose cpu is below all earlier answers' cpu."""
+    """Return those indices of `keep` whose `cpu` is below that of all earlier indices.
+
+    `keep` must have the answers in the order of their GPU times.
+    """
     lowest = np.concatenate(([np.inf], np.minimum.accumulate(cpu[keep])[:-1]))
     return keep[cpu[keep] < lowest * (1 - 1e-13)]
 
@@ -111,7 +118,10 @@ def _undominated(cpu: Floats, keep: Ints) -> Ints:
 def solve(
     cpu: Floats, gpu: Floats, absent: npt.NDArray[np.bool_], max_fetches: int, best: float
 ) -> list[bool] | None:
-    """Return which experts the optimum puts on the GPU; None if no answer is below `best`."""
+    """Return which experts the optimum puts on the GPU; None if no answer takes less than `best`.
+
+    `cpu` and `gpu` are the experts' seconds; at most `max_fetches` `absent` experts may be fetched.
+    """
     ratio = np.divide(gpu, cpu, out=np.full(len(cpu), np.inf), where=cpu > 0)
     # Absent experts first, because only they count against the limit.
     order = np.lexsort((ratio, ~absent))
@@ -128,10 +138,10 @@ def solve(
 
 
 class Relaxation:
-    """The least time that undecided experts add, if they could be divided."""
+    """The least time that undecided experts add if each could be divided between CPU and GPU."""
 
     def __init__(self, cpu: Floats, gpu: Floats) -> None:
-        """Sort experts by gpu / cpu; store both sums by the number of first experts on the GPU."""
+        """Sort experts by gpu / cpu; for each k, sum up both times with the first k on the GPU."""
         ratio = np.divide(gpu, cpu, out=np.full(len(cpu), np.inf), where=cpu > 0)
         order = np.argsort(ratio, kind="stable")
         self._gpu = np.concatenate(([0.0], np.cumsum(gpu[order])))
@@ -149,13 +159,13 @@ class Relaxation:
 
 
 def lower_bound(problem: LayerProblem) -> float:
-    """Return the linear relaxation's optimum: no plan under equations 3 to 8 takes less time."""
+    """Return the linear relaxation's optimum; no plan under equations 3 to 8 takes less time."""
     rest = Relaxation(np.array(problem.cpu), np.array(equation_gpu(problem)))
     return float(rest.bound(np.zeros(1), np.zeros(1))[0])
 
 
 def optimal_seconds(problem: LayerProblem) -> float:
-    """Return the optimum for up to 64 active experts, a lower bound for more."""
+    """Return the optimum in seconds for up to 64 active experts, a lower bound for more."""
     if len(problem.experts) > MAX_EXPERTS:
         return lower_bound(problem)
     return Exact().assign(problem).seconds

@@ -16,7 +16,7 @@ from tandem.sim.exact import MAX_EXPERTS, Floats, Ints, Partial, Relaxation
 
 
 class ExactOverlapped:
-    """The oracle of overlapped copies: the least `pipeline_seconds` of any split."""
+    """The oracle of overlapped copies: assigns experts with the least `pipeline_seconds`."""
 
     pipelined = True
 
@@ -37,17 +37,18 @@ class ExactOverlapped:
 
 
 def overlapped_optimal_seconds(problem: LayerProblem) -> float:
-    """Return the optimum for up to 64 active experts, a lower bound for more."""
+    """Return the optimum in seconds for up to 64 active experts, a lower bound for more."""
     if len(problem.experts) > MAX_EXPERTS:
         return overlapped_lower_bound(problem)
     return ExactOverlapped().assign(problem).seconds
 
 
 def overlapped_lower_bound(problem: LayerProblem) -> float:
-    """Return a lower bound on every split's time.
+    """Return a lower bound on the seconds of every split.
 
-    Residents may be divided between the processors. For each number of fetches, the CPU is spared
-    the absent experts that are slowest on it, and the GPU runs those that are fastest on it.
+    In the bound, residents may be divided between the processors. With n fetches, the n absent
+    experts that are slowest on the CPU are taken from it, and the GPU runs the n absent experts
+    that are fastest on the GPU.
     """
     everything = priced(problem, *_all_on_gpu(problem), pipelined=True)
     search = _Search(problem, float("inf"))
@@ -65,7 +66,7 @@ def _all_on_gpu(problem: LayerProblem) -> tuple[list[int], list[int]]:
 
 
 class _Rest:
-    """The least time that undecided experts add."""
+    """Bounds the time that undecided experts, `residents` and `absent`, add to partial answers."""
 
     def __init__(self, problem: LayerProblem, residents: Sequence[int], absent: Sequence[int]):
         cpu, gpu = np.array(problem.cpu), np.array(problem.gpu)
@@ -78,7 +79,7 @@ class _Rest:
         self._gpu = np.concatenate(([0.0], np.cumsum(quickest_first)))
 
     def bound(self, partial: Partial, problem: LayerProblem) -> Floats:
-        """Return a lower bound on the seconds of every completion of each partial answer."""
+        """Return for each partial answer a lower bound on the seconds of all its completions."""
         least = np.full(len(partial.gpu), np.inf)
         for count, (cpu, gpu) in enumerate(zip(self._cpu, self._gpu, strict=True)):
             fetches = partial.fetches + count
@@ -94,14 +95,14 @@ class _Rest:
 
 
 def _slowed(problem: LayerProblem, cpu: Floats, fetches: Ints) -> Floats:
-    """Return CPU seconds, slowed by this many copies at the same time as in `pipeline_seconds`."""
+    """Return the CPU seconds `cpu`, slowed by simultaneous copies as in `pipeline_seconds`."""
     arrival = problem.link_busy + fetches * problem.link
     slowed: Floats = cpu + (problem.cpu_slowdown - 1.0) * np.minimum(cpu, arrival)
     return slowed
 
 
 def _least_slowdown(problem: LayerProblem, fetches: int) -> float:
-    """Return the least slowdown of the CPU by this many copies, whatever the CPU computes.
+    """Return the least factor by which so many copies slow the CPU, whatever it computes.
 
     `_slowed` is concave in the CPU's seconds, so the ratio is least for the most seconds.
     """
@@ -111,7 +112,7 @@ def _least_slowdown(problem: LayerProblem, fetches: int) -> float:
 
 
 class _Search:
-    """Branches on one expert after another, for answers that have an expert on the CPU."""
+    """Branches on one expert after another; finds only answers with an expert on the CPU."""
 
     def __init__(self, problem: LayerProblem, best: float) -> None:
         self._problem = problem
@@ -122,14 +123,14 @@ class _Search:
         self._absent = _copy_order(problem)
 
     def rest(self, decided: int) -> _Rest:
-        """Return the least time of the experts that are left after `decided` decisions."""
+        """Return the bound of the experts that are undecided after `decided` decisions."""
         known = min(decided, len(self._residents))
         return _Rest(
             self._problem, self._residents[known:], self._absent[max(0, decided - known) :]
         )
 
     def run(self) -> list[bool] | None:
-        """Return which experts the best answer puts on the GPU; None if none is below `best`."""
+        """Return which experts the best answer puts on the GPU; None if none beats `best`."""
         partial = Partial.start(self._problem.cpu_first)
         order = self._residents + self._absent
         for decided, i in enumerate(order, 1):
@@ -138,7 +139,7 @@ class _Search:
         return partial.best(_slowed(self._problem, partial.cpu, partial.fetches), len(order))
 
     def _branch(self, partial: Partial, i: int) -> Partial:
-        """Try expert i on the CPU and on the GPU."""
+        """Return the partial answers with expert i on the CPU, and those with it on the GPU."""
         problem, on_gpu = self._problem, partial
         ready = problem.wait[i]
         arrival = np.full(len(partial.gpu), ready)

@@ -45,12 +45,13 @@ def settled(
     tables: Native | None = None,
     memory: HostShare | None = None,
 ) -> PlannerSettings:
-    """Return settings whose steps in one graph fetch where that pays, unless a rule is requested.
+    """Return the settings with the trial's choices for steps in one graph.
 
-    Such steps also prefetch predicted experts, if requested or where that pays in slots that
-    exist anyway; and they run routers ahead where that is allowed and pays. `shape` must include
-    the graph's host costs. With an older profile that lacks the cost of a second launch, nothing is
-    fetched; without the cost of running a router ahead, no router is. Policies learn in `tables`,
+    Such steps fetch at the sizes at which that pays, unless `settings` request a rule. They also
+    prefetch predicted experts, if requested or where that pays in slots that exist anyway; and
+    they run routers ahead where that is allowed and pays. `shape` must include the graph's host
+    costs. With an older profile that lacks the cost of a second launch, nothing is fetched; if it
+    lacks the cost of running a router ahead, no router is run ahead. Policies learn in `tables`,
     which does not change the result.
     """
     num_experts = geometry.num_layers * geometry.num_experts
@@ -83,10 +84,10 @@ def _trial_routing(geometry: Geometry) -> RoutingTrace:
 
 
 class _TypicalPrediction(Prediction):
-    """Predicts the trial's routing, and is wrong as often as predictions of real routing are."""
+    """Predicts the trial's routing, wrong as often as predictions of real routing are."""
 
     def __init__(self, geometry: Geometry, *, one_wrong_in: int) -> None:
-        """Draw the same routing as the trial's."""
+        """Draw the trial's routing again; one in `one_wrong_in` predicted experts will be wrong."""
         self._geometry, self._routing = geometry, _trial_routing(geometry)
         self._one_wrong_in = one_wrong_in
         self._step, self._num_sequences = -1, 0
@@ -96,11 +97,11 @@ class _TypicalPrediction(Prediction):
         self._step += 1
 
     def observe(self, load: LayerLoad) -> None:
-        """Record the number of sequences."""
+        """Take the step's number of sequences from a layer's tokens."""
         self._num_sequences = sum(load.tokens) // self._geometry.top_k
 
     def predict(self, layer: int) -> Forecast:
-        """Return the actual choices, with one in `one_wrong_in` replaced."""
+        """Return the layer's actual choices, with one in `one_wrong_in` experts replaced."""
         num_experts, top_k = self._geometry.num_experts, self._geometry.top_k
         one_in = self._one_wrong_in
         scores = [0.0] * num_experts
@@ -130,7 +131,7 @@ class _TrialSettings(PlannerSettings):
 
 
 class _Trial:
-    """The trial of one model on one machine."""
+    """Replays steps of typical routing for one model on one machine, and compares their times."""
 
     def __init__(
         self,
@@ -164,12 +165,12 @@ class _Trial:
         return plain > LEAST_GAIN * fetching
 
     def copies_pay(self, size: int, rule: str) -> bool:
-        """Tell whether steps under a rule are sufficiently faster with prefetches."""
+        """Tell whether steps under `rule` are sufficiently faster with prefetches by prediction."""
         ahead, plain = (self._seconds(size, rule, by) for by in (_TYPICAL, None))
         return plain > LEAST_GAIN * ahead
 
     def asking_pays(self, size: int, rule: str) -> bool:
-        """Tell whether steps are sufficiently faster with copies of experts that routers predict.
+        """Tell whether steps are sufficiently faster with prefetches of experts that hints name.
 
         The comparison is with steps without prefetches. Steps with the trial's stand-in for
         `regression` would not do: it is right as often as `regression`, but names more experts.

@@ -26,7 +26,7 @@ Demand = Callable[[LayerLoad, Sequence[int], list[tuple[int, int]], str], None]
 
 
 def demand_loads(trace: RoutingTrace, batch: int, limit: int) -> Iterator[list[LayerLoad]]:
-    """Yield the loads of every step until `limit` tokens have run."""
+    """Yield each step's loads until `limit` tokens have run; every token is a decode step."""
     reader = LoadReader(trace)
     tokens = 0
     for step in replay_steps(trace, batch, prompt=0):
@@ -37,7 +37,7 @@ def demand_loads(trace: RoutingTrace, batch: int, limit: int) -> Iterator[list[L
 
 
 class DemandCache:
-    """The experts that an eviction policy keeps; admitted experts are present at the next step."""
+    """A cache under an eviction policy; admitted misses are in it once their layer has run."""
 
     def __init__(
         self,
@@ -54,11 +54,15 @@ class DemandCache:
         eviction.resized(set_sizes)
 
     def begin_step(self, *, is_prefill: bool = False) -> None:
-        """Begin a step."""
+        """Tell the eviction policy that a step begins."""
         self._eviction.begin_step(is_prefill=is_prefill)
 
     def use(self, load: LayerLoad) -> tuple[list[int], list[tuple[int, int]]]:
-        """Use a layer's experts; return the absent experts, and (newcomer, victim) keys."""
+        """Use a layer's active experts and offer slots to absent ones.
+
+        Returns the absent experts, and the changes as (newcomer, victim) keys; victim is NOWHERE
+        for a free slot.
+        """
         self._eviction.touch(load)
         first = load.layer * self._num_experts
         slot_of = self._residency.slot_of
@@ -72,7 +76,7 @@ class DemandCache:
     def admit(self, load: LayerLoad, absent: Sequence[int]) -> list[tuple[int, int]]:
         """Give slots to the `absent` keys of the load's layer that the policy admits.
 
-        Returns the changes as (newcomer, victim) keys.
+        Returns the changes as (newcomer, victim) keys; victim is NOWHERE for a free slot.
         """
         residency, eviction = self._residency, self._eviction
         newcomers = eviction.candidates(load.layer, absent, residency.slot_of)
@@ -99,7 +103,10 @@ def hit_rate(
     eviction: Eviction,
     watch: Demand | None = None,
 ) -> float:
-    """Return the share of active experts that are resident under an eviction policy."""
+    """Return the share of active experts that are resident under an eviction policy.
+
+    `watch` is called for each layer of each step.
+    """
     cache = DemandCache(geometry, set_sizes, eviction)
     hits = demands = 0
     for loads in steps:
@@ -119,8 +126,8 @@ def belady_hit_rate(
 ) -> float:
     """Return the hit rate of Belady's policy with bypass, an upper bound for demand-filled caches.
 
-    Of residents and active experts, the set keeps after each layer those whose next use is nearest;
-    a miss whose own next use is farthest never enters.
+    After each layer, its set keeps, of residents and active experts, the experts whose next use is
+    nearest; a miss whose own next use is farthest never enters.
     """
     width = geometry.num_experts
     order = [[[load.layer * width + e for e in load.experts] for load in loads] for loads in steps]
@@ -153,7 +160,10 @@ def belady_hit_rate(
 
 
 def _next_uses(order: Sequence[list[list[int]]], geometry: Geometry) -> list[list[list[int]]]:
-    """Return, for every key, when it is used next: by step, and within a step by layer."""
+    """Return for each use of a key when the key is used next: step * number of layers + layer.
+
+    The result has the form of `order`: keys by step and layer. NEVER: the key is not used again.
+    """
     upcoming: npt.NDArray[np.int64] = np.full(geometry.num_layers * geometry.num_experts, NEVER)
     result: list[list[list[int]]] = []
     for number in range(len(order) - 1, -1, -1):

@@ -17,7 +17,7 @@ class Chart(NamedTuple):
 
 
 def svg(charts: Sequence[Chart]) -> str:
-    """Draw charts side by side with one legend; values start at 0."""
+    """Return an SVG of charts side by side with one legend; vertical axes start at 0."""
     width = len(charts) * WIDTH + LEGEND
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HEIGHT}" '

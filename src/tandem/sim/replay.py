@@ -29,7 +29,7 @@ from tandem.trace import RoutingTrace
 
 
 class Compared(NamedTuple):
-    """One layer's problem, the policy's answer under equations 3 to 9, and the optimum."""
+    """One layer's problem, the policy's split under equations 3 to 9, and the optimum's time."""
 
     problem: LayerProblem
     split: Split
@@ -87,10 +87,10 @@ class Tally:
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else None
 
     def plan_microseconds(self) -> dict[str, float]:
-        """Return the median and p99 time of one plan on this machine.
+        """Return the median and p99 time of making one plan on this machine.
 
-        `learning_median` is the time of learning from a layer, which runs while CPU and GPU compute
-        it.
+        `learning_median` is the median time of learning from a layer; in real runs that happens
+        while CPU and GPU compute the layer.
         """
         times = sorted(self.plan_seconds) or [0.0]
         at = min(len(times) - 1, int(0.99 * len(times)))
@@ -129,15 +129,16 @@ def replay(
     progress: Callable[[int], None] | None = None,
     clock: Timeline | None = None,
 ) -> Tally:
-    """Replay until the trace or the limit ends; `progress` gets the number of tokens of each step.
+    """Replay a trace until it ends or the limit is reached; return the totals.
 
-    Runs on a new timeline unless `clock` is given, such as a more accurate timeline.
+    The experts `resident` (keys) are in the cache at first. `progress` gets the number of tokens of
+    each step. A `clock`, such as a more accurate timeline, replaces the usual timeline.
     """
     return _Replay(trace, run, resident, watch, clock).run(progress)
 
 
 class _Replay:
-    """The loop over steps and layers."""
+    """One replay: a planner, its clock, and the loop over steps and layers."""
 
     def __init__(
         self,
@@ -251,7 +252,10 @@ class _Replay:
                 memory.use(load, plan)
 
     def _compare(self, load: LayerLoad) -> Compared | None:
-        """Return the layer's comparison if it is due or watched; otherwise None."""
+        """Return the layer's comparison if it is due or if there is a `watch`; otherwise None.
+
+        The optimum is computed only if the comparison is due.
+        """
         self._countdown -= 1
         is_due = self._settings.compare_every > 0 and self._countdown < 0
         if self._watch is None and not is_due:
@@ -294,7 +298,7 @@ class _Replay:
 
 
 def _by_equations(settings: PlannerSettings, graph_tokens: int) -> Assignment:
-    """Return the settings' assignment rule, by equations 3 to 9 alone if it is `balanced`."""
+    """Return the settings' assignment rule; `balanced` solves equations 3 to 9, without overlap."""
     name = settings.rule(graph_tokens=graph_tokens)
     options = {} if graph_tokens else dict(settings.assignment_options)
     if name == "balanced":

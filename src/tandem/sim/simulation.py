@@ -42,7 +42,7 @@ class Conditions:
     memory: HostShare | None = None  # over the profile's disk; None: memory has all experts
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
+        """Raise `ConfigError` for a value out of range, an unknown start or a missing disk."""
         require_range("gpu_experts", self.gpu_experts, 0.0, 1.0, what="a fraction")
         require_range("batch", self.batch, 1)
         require_range("prompt", self.prompt, 0)
@@ -53,8 +53,9 @@ class Conditions:
             raise ConfigError(f"profile {self.profile.name!r} has no disk; expected its costs")
 
     def path(self, settings: PlannerSettings) -> StepPath:
-        """Return the path of decode steps; raises `ConfigError` if it cannot follow the
-        settings.
+        """Return the path of decode steps.
+
+        Raises `ConfigError` if the requested path does not support the settings or the batch.
         """
         why = settings.why_planned()
         if why is None and self.batch > MAX_GRAPH_TOKENS:
@@ -62,11 +63,11 @@ class Conditions:
         return step_path(self.profile, self.host_path, why)
 
     def costs(self, trace: RoutingTrace, settings: PlannerSettings) -> ShapeCosts:
-        """Return the costs of the trace's model, including the host's own work."""
+        """Return the costs of `plain_costs` with the host costs of the path of decode steps."""
         return self.profile.charged(self.plain_costs(trace), self.path(settings).host_path)
 
     def settled(self, trace: RoutingTrace, settings: PlannerSettings) -> PlannerSettings:
-        """Return the settings that a real run with these costs would use: see `graph_trial`.
+        """Return the settings that a real run would use, with `graph_trial`'s choices.
 
         If layers are routed by token id, copies for their known loads use the slots that a GPU sets
         aside for prefetches in long prompts.
@@ -80,13 +81,13 @@ class Conditions:
         return settled(settings, self.profile, costs, geometry, num_slots, memory=memory)
 
     def plain_costs(self, trace: RoutingTrace) -> ShapeCosts:
-        """Return the costs of the trace's model, or of the requested shape."""
+        """Return the costs of the requested shape, else of the trace's model; no host costs."""
         if self.shape is not None:
             return self.profile.shape(self.shape)
         return shape_for(self.profile, trace.meta.model, trace.meta.geometry)
 
     def num_slots(self, trace: RoutingTrace) -> int:
-        """Return the number of expert slots on the GPU, including ring and staging."""
+        """Return the number of slots on the GPU, including ring and staging slots."""
         geometry = trace.meta.geometry
         return round(self.gpu_experts * geometry.num_layers * geometry.num_experts)
 
@@ -113,7 +114,7 @@ def run_timed(
     dump: Dump | None = None,
     progress: Progress | None = None,
 ) -> Tally:
-    """Replay on the virtual clock."""
+    """Replay a trace on the virtual clock, with the settings of a real run; return the totals."""
     settings = conditions.settled(trace, settings)
     return _replayed(trace, settings, conditions, dump, progress)
 
@@ -159,10 +160,10 @@ def hit_rates(
     *,
     dump: Dump | None = None,
 ) -> dict[str, float]:
-    """Return the hit rates of the settings' eviction, of LRU and of Belady, at equal slots.
+    """Return the hit rates of the settings' eviction policy, of LRU and of Belady at equal slots.
 
-    LRU and Belady use every slot as cache; the settings' eviction leaves one for fetches. Nothing
-    is prefetched.
+    LRU and Belady use every slot as cache; the settings' policy leaves one slot for fetches.
+    Nothing is prefetched.
     """
     replayed, _ = split_trace(trace, conditions.hold_out)
     geometry, num_slots = trace.meta.geometry, conditions.num_slots(trace)
@@ -193,7 +194,10 @@ def simulate(
     dump_to: TextIO | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Return the report of `tandem simulate` on one trace."""
+    """Return the report of `tandem simulate` on one trace: a JSON object.
+
+    `dump_to`, if given, gets every decision as JSON lines.
+    """
     # First, so that an unknown shape fails before a long replay.
     costs = conditions.costs(trace, settings)
     settings = conditions.settled(trace, settings)

@@ -31,7 +31,7 @@ _SPREAD = 1.5
 
 @dataclass(frozen=True, slots=True)
 class SpeculationChoice:
-    """The drafter, and how many drafted tokens are verified."""
+    """Which drafter a simulation has, and how many drafted tokens each step verifies."""
 
     acceptance: float | None
     """How often each token of an MTP layer is right if all tokens before it are; None: prompt
@@ -43,9 +43,10 @@ class SpeculationChoice:
 
     @classmethod
     def parsed(cls, drafter: str, length: str) -> "SpeculationChoice":
-        """Parse `n-gram`, `mtp=ACCEPTANCE` or `sure-mtp=ACCEPTANCE`, and `auto` or a number.
+        """Parse a drafter and a length.
 
-        Raises `ConfigError` for other texts.
+        The drafter is `n-gram`, `mtp=ACCEPTANCE` or `sure-mtp=ACCEPTANCE`, the length `auto` or a
+        number. Raises `ConfigError` for other texts.
         """
         name, _, share = drafter.partition("=")
         if name not in ("n-gram", "mtp", "sure-mtp") or (name == "n-gram" and share):
@@ -69,7 +70,7 @@ def _number(what: str, text: str, kind: Callable[[str], float], most: float) -> 
 
 
 class TraceSpeculation:
-    """Chooses what the decode steps of a replay verify; a `Decoding` of `replay_steps`."""
+    """Chooses the tokens of a replay's decode steps, with drafts to verify: a `Decoding`."""
 
     def __init__(
         self,
@@ -78,10 +79,10 @@ class TraceSpeculation:
         clock: Timeline,
         layer_seconds: StepShape,
     ) -> None:
-        """Choose by `layer_seconds`, the time of a layer by the number of tokens.
+        """Draft as `choice` says; `layer_seconds` is a layer's time by the number of tokens.
 
-        An MTP layer takes a layer's time for one token. Raises `ConfigError` for prompt look-up on
-        a trace without token ids.
+        To draft one token, an MTP layer takes a layer's time for one token. Raises `ConfigError`
+        for prompt look-up on a trace without token ids.
         """
         if trace.token_ids is None and choice.acceptance is None:
             raise ConfigError(
@@ -107,7 +108,7 @@ class TraceSpeculation:
         self.drafted = self.accepted = 0
 
     def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
-        """Return a step's tokens for sequences (next token, end), and each sequence's advance."""
+        """Return a step's tokens and each sequence's advance; see `Decoding.next`."""
         histories = {end: self._history(at) for at, end in running}
         rooms = {end: end - at - 1 for at, end in running}
         drafts = self._drafts(histories, rooms, len(running))
@@ -125,7 +126,7 @@ class TraceSpeculation:
         return np.array(tokens), moved
 
     def done(self) -> None:
-        """Record the step's duration."""
+        """Record the step's duration, from which later lengths are chosen."""
         self._costs.add(self._num_tokens, self._clock.now - self._begin)
 
     def _history(self, at: int) -> list[int]:
@@ -150,7 +151,7 @@ class TraceSpeculation:
         }
 
     def _elsewhere(self, token: int) -> int:
-        """Return the index of the trace's token whose routing a rejected token gets."""
+        """Return the index of the token in the trace whose routing a rejected token gets."""
         return self._places.get(token, self._chance.randrange(len(self._ids)))
 
 
@@ -185,7 +186,7 @@ class _ScriptedMtp:
     def draft(
         self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
     ) -> dict[int, SureDraft]:
-        """Return up to `most` tokens by sequence; see `PaidDrafter`."""
+        """Return drafts by sequence, each of at most `most` tokens; see `PaidDrafter`."""
         drafts = {}
         for end, count in most.items():
             first = self.next_places[end]

@@ -15,13 +15,13 @@ SIMULATED_STARTS: Registry[list[int]] = Registry("start content")
 
 @SIMULATED_STARTS.register("empty")
 def empty(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None) -> list[int]:
-    """Return nothing: paper 2 starts with an empty cache."""
+    """Return no keys: as in paper 2, the cache is empty at the start."""
     return []
 
 
 @SIMULATED_STARTS.register("random")
 def random_start(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None) -> list[int]:
-    """Fill every set with experts drawn at random, seed 0: DALI."""
+    """Return the keys of experts that fill every set, drawn at random with seed 0, as in DALI."""
     draw = random.Random(0)
     layers = _layers_of_sets(geometry, set_sizes)
     experts = geometry.num_experts
@@ -34,7 +34,10 @@ def random_start(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | 
 
 @SIMULATED_STARTS.register("hottest")
 def hottest(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None) -> list[int]:
-    """Fill every set with the experts used most in the held-out sequences: Fiddler's popularity."""
+    """Return the keys of experts that fill every set: the most used in `heat`, as in Fiddler.
+
+    `heat` has the held-out sequences; None: no keys.
+    """
     if heat is None:
         return []
     experts = geometry.num_experts
@@ -51,7 +54,10 @@ def hottest(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None)
 
 @SIMULATED_STARTS.register("first-layers")
 def first_layers(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None) -> list[int]:
-    """Fill a shared pool with the first layers, each whole, as llama.cpp and KTransformers do."""
+    """Return the keys of as many whole layers as fit, first to last.
+
+    This is how llama.cpp and KTransformers place experts. All layers must share one set.
+    """
     whole_layers = sum(set_sizes) // geometry.num_experts
     return list(range(min(whole_layers, geometry.num_layers) * geometry.num_experts))
 

@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Step(NamedTuple):
-    """Tokens of a trace that run together."""
+    """Tokens of a trace that run together as one step."""
 
     tokens: Ints  # indices into the trace
     is_prefill: bool
@@ -27,7 +27,10 @@ class Decoding(Protocol):
     """Chooses the tokens of decode steps."""
 
     def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
-        """Return a step's tokens for sequences (next token, end), and each sequence's advance."""
+        """Return the tokens of the next step, and by how many tokens each sequence advances.
+
+        Tokens are indices into the trace. `running` has each sequence's next token, and its end.
+        """
 
     def done(self) -> None:
         """Record that the step has ended."""
@@ -37,11 +40,11 @@ class OneEach:
     """Decodes one token of each sequence per step, without drafts."""
 
     def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
-        """Return the next tokens."""
+        """Return each sequence's next token, and an advance of 1 for each."""
         return np.array([at for at, _ in running]), [1] * len(running)
 
     def done(self) -> None:
-        """No-op."""
+        """Do nothing."""
 
 
 def replay_steps(
@@ -141,7 +144,10 @@ class LoadReader:
         return [loads[layer] for layer in self._trace.meta.by_token]
 
     def hints(self, step: Step) -> list[list[Hint]]:
-        """Return the hints of the trace's predictors by layer; empty lists without predictors."""
+        """Return by layer the hints that the trace recorded for it, one per predictor.
+
+        Without predictors, each layer's list is empty.
+        """
         layers = self._geometry.num_layers
         predicted, names = self._trace.predicted, self._trace.meta.predictors
         hints: list[list[Hint]] = [[] for _ in range(layers)]

@@ -48,7 +48,7 @@ POLICIES = Policies(
 
 
 class SimulatedSettings(PlannerSettings):
-    """Planner settings with any policy that the simulator knows."""
+    """Planner settings that accept any policy that the simulator knows."""
 
     __slots__ = ()
     policies: ClassVar[Policies] = POLICIES
@@ -58,7 +58,7 @@ TANDEM = PlannerSettings(prediction="regression", prefetch_count=2, must_prefetc
 
 
 class System(NamedTuple):
-    """One system: a planner's settings and its initial cache."""
+    """One system: a planner's settings and what its cache holds at the start."""
 
     name: str
     settings: PlannerSettings
@@ -66,7 +66,7 @@ class System(NamedTuple):
 
 
 def systems(geometry: Geometry) -> list[System]:
-    """Return all systems for a model."""
+    """Return all compared systems, with their settings for a model of this geometry."""
     few = geometry.num_experts < 32
     layer_wise = PlannerSettings(
         assignment="layer-static",

@@ -21,7 +21,7 @@ from tandem.policy.plan import TWICE, Copy, LayerLoad, LayerPlan
 
 
 class Arrival(NamedTuple):
-    """A copy that has ended."""
+    """An expert's copy, and the time in seconds at which it ends."""
 
     layer: int
     expert: int
@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
 
 
 class Memory(Protocol):
-    """Host memory that has only some experts, over a disk."""
+    """Host memory that has only some experts; the disk has all."""
 
     read_seconds: float  # per expert
 
@@ -38,7 +38,7 @@ class Memory(Protocol):
 
 
 class _GpuQueue:
-    """The GPU in one layer: arrived experts run at once, residents while the GPU would wait."""
+    """The GPU's work in one layer: while it would wait for a copy, it runs residents."""
 
     def __init__(self, now: float, resident_seconds: float) -> None:
         self.end, self.left, self.busy = now, resident_seconds, resident_seconds
@@ -54,12 +54,12 @@ class _GpuQueue:
 
 
 class Timeline:
-    """The clock of CPU, GPU and link; `now` is when everything before the next layer is done."""
+    """The clock of CPU, GPU and link; `now` is when all layers run so far are done."""
 
     def __init__(
         self, profile: HardwareProfile, shape: ShapeCosts, memory: Memory | None = None
     ) -> None:
-        """Start at time 0 with everything idle; without a `memory` over a disk nothing is read."""
+        """Start at time 0 with everything idle; without `memory`, nothing is read from a disk."""
         self.now = 0.0
         self.costs = CostTable(shape)
         self.cpu_busy = self.gpu_busy = self.link_busy = 0.0
@@ -122,7 +122,7 @@ class Timeline:
         return sorted(absent, key=lambda expert: -tokens[expert])
 
     def _read(self, layer: int, expert: int) -> float:
-        """Return when an expert is in memory (0: it already is); otherwise the disk reads it."""
+        """Return when an expert will be in memory, 0 if it is; queue its read if necessary."""
         memory, key = self._memory, (layer, expert)
         if memory is None or memory.has(layer, expert):
             return 0.0
@@ -135,9 +135,10 @@ class Timeline:
     def _run_cpu(
         self, done: float, cpu: float, tokens: dict[int, int], read: list[tuple[int, float]]
     ) -> float:
-        """Compute the `read` experts after the others, as they arrive; return the CPU's end.
+        """Compute the CPU's experts; return when the CPU is done.
 
-        The others take `cpu` seconds and end at `done`.
+        Experts that are in memory take `cpu` seconds and end at `done`. Then come the `read`
+        experts (expert, end of its read), each not before it has been read.
         """
         self.cpu_busy += cpu
         for expert, arrival in read:
@@ -155,7 +156,7 @@ class Timeline:
         cpu: float,
         read: list[tuple[int, float]],
     ) -> None:
-        """Run a layer as a coordinator answers it; its copying thread must wake before copies."""
+        """Run a layer of a step in one graph; copies wait until the copying thread is awake."""
         gpu, wake, start = self.costs.gpu, self.costs.copy_wake, self.now
         held = sum([gpu[tokens[expert]] for expert in plan.gpu])
         fetched, landed = 0.0, start
@@ -188,7 +189,11 @@ class Timeline:
         return queue.end + queue.left
 
     def _copy(self, copy: Copy, slot_free: float, cpu_end: float) -> float:
-        """Append a copy to the link; returns when it ends."""
+        """Queue a copy behind the link's earlier copies; return when it ends.
+
+        It begins once the slot is free, and takes longer if it begins before `cpu_end`, while the
+        CPU works.
+        """
         arrived = self._read(copy.layer, copy.expert)
         start = max(self._link_free, self.now, slot_free, arrived)
         seconds = self.costs.link

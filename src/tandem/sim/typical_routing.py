@@ -28,7 +28,7 @@ ONE_WRONG_IN = 6
 def typical_routing(
     geometry: Geometry, *, num_sequences: int, num_tokens: int, by_token: Sequence[int] = ()
 ) -> RoutingTrace:
-    """Return sequences of `num_tokens` tokens each; always the same for a geometry.
+    """Return a trace of sequences of `num_tokens` tokens; equal arguments give equal traces.
 
     In the layers `by_token` a choice does not depend on earlier tokens.
     """
@@ -58,7 +58,7 @@ def typical_routing(
 
 
 def with_guesses(trace: RoutingTrace) -> RoutingTrace:
-    """Return a trace with predictions of routers run ahead, wrong as often as real predictions."""
+    """Return the trace with hints for every layer, wrong as often as hints of real routers."""
     random, experts = np.random.default_rng(SEED), trace.experts
     is_wrong = random.random(experts.shape) < 1 / ONE_WRONG_IN
     others = random.integers(0, trace.meta.n_experts, experts.shape)

@@ -14,7 +14,7 @@ TANDEM = "tandem"
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The first choices of two systems after each token of one text."""
+    """How often two systems have the same first choice after the tokens of one text."""
 
     num_tokens: int
     num_sure: int
@@ -45,7 +45,7 @@ def agreement(ours: Sequence[Choice], theirs: Sequence[Choice]) -> Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Tandem and another program on one file."""
+    """The measurements of Tandem and another program on one file."""
 
     file: str
     machine: str
@@ -94,7 +94,7 @@ class Comparison:
     def json(self) -> dict[str, object]:
         """Return all results as JSON.
 
-        Speeds are medians; ratios are Tandem's speed divided by the listed system's.
+        Speeds are medians; ratios are Tandem's speed divided by that of the entry's system.
         """
         ours = self.speeds[TANDEM]
         cells = []

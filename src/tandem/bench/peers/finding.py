@@ -33,8 +33,8 @@ class Peer:
 def find_peer(command: str = LLAMA_CPP, path: str | None = None) -> Peer:
     """Return llama.cpp as installed here, or the program that `command` names.
 
-    `command` may have options after the program. If given, `path` is searched instead of PATH for
-    that program. Raises `ConfigError` with advice if nothing is found.
+    `command` may have options after the program. `path`, if given, is searched for programs instead
+    of PATH. Raises `ConfigError` with advice if nothing is found.
     """
     library = _library_version()
     if command != LLAMA_CPP:

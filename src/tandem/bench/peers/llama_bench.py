@@ -22,7 +22,10 @@ def parse_rival(text: str) -> tuple[str, list[str]]:
 
 
 class LlamaBench:
-    """Runs the program once for each measurement; the model file stays in the page cache."""
+    """Runs a program like llama-bench once for each measurement.
+
+    The model file stays in the page cache.
+    """
 
     def __init__(self, command: Sequence[str], setting: Setting) -> None:
         """Store the program and the options of every measurement."""

@@ -14,7 +14,7 @@ from tandem.bench.peers.setting import Choice, Setting, Speeds
 
 
 class _SignalStack(ctypes.Structure):
-    """stack_t of sigaltstack(2)."""
+    """The C struct `stack_t` of sigaltstack(2)."""
 
     _fields_ = (("memory", c_void_p), ("flags", c_int), ("size", c_size_t))
 
@@ -40,7 +40,7 @@ class LlamaCpp:
     _PART = 512  # tokens of history that are computed once and copied
 
     def __init__(self, setting: Setting, gpu_layers: int | None = None) -> None:
-        """Map the file; `gpu_layers` of its layers are computed on a GPU."""
+        """Map the file; `gpu_layers` of its layers run on a GPU, None for llama.cpp's default."""
         import llama_cpp
 
         self._lib: Any = llama_cpp.llama_cpp
@@ -85,7 +85,7 @@ class LlamaCpp:
             lib.llama_free(context)
 
     def choices(self, ids: Sequence[int]) -> list[Choice]:
-        """Return the first choice after each token of a text, whatever the next token is."""
+        """Return, for each token of a text, the token that the model would choose next."""
         logits = self.answers(list(ids))
         first = logits.argmax(-1)
         best = np.partition(logits, -2, axis=-1)[:, -2:]
@@ -154,9 +154,9 @@ class LlamaCpp:
         lib.llama_memory_seq_rm(memory, 0, parts * size, -1)
 
     def _decode(self, context: Any, count: int, position: int) -> None:
-        """Append `count` random tokens, or the last chosen token if `count` is 1; choose the next.
+        """Append `count` random tokens, or, if `count` is 1, the token that the last call chose.
 
-        The next token is the greedy choice by the logits.
+        Then choose the token with the greatest logit for the next call.
         """
         random = np.random.default_rng(position)
         for first in range(0, count, self._BATCH):

@@ -54,4 +54,4 @@ class Chooser(System, Protocol):
     """A system that can also report its first choices."""
 
     def choices(self, ids: Sequence[int]) -> list[Choice]:
-        """Return the first choice after each token of a text, whatever the next token is."""
+        """Return, for each token of a text, the token that the model would choose next."""

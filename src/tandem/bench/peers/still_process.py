@@ -19,7 +19,7 @@ Prepare = Callable[..., tuple[object, Callable[[Any], object]]]
 
 
 class StillProcess:
-    """One stopped process, which must be closed after use.
+    """A process that is stopped except while it answers; it must be closed after use.
 
     If the process fails, methods raise `OSError` with the message that it sent.
     """
@@ -41,7 +41,10 @@ class StillProcess:
         os.kill(self.pid, signal.SIGSTOP)
 
     def ask(self, question: object, seconds: float) -> Any:
-        """Let the process run until it has answered; raises `OSError` if that exceeds `seconds`."""
+        """Let the process run until it answers `question`; return the answer.
+
+        Raises `OSError` if this takes longer than `seconds`.
+        """
         os.kill(self.pid, signal.SIGCONT)
         self._connection.send(question)
         answer = self._receive(seconds)

@@ -29,7 +29,8 @@ class Tandem:
     def measure(self, depth: int) -> Speeds:
         """Measure speeds after `depth` tokens, and the ceilings.
 
-        Compute ceilings are measured before and after the run, read rates between decode steps.
+        The rates of arithmetic are measured before and after the run, those of reading memory
+        between decode steps.
         """
         work = Workload(
             prompt_tokens=self._setting.prompt, new_tokens=self._setting.steps, depth=depth
@@ -46,7 +47,7 @@ class Tandem:
         )
 
     def choices(self, ids: Sequence[int]) -> list[Choice]:
-        """Return the first choice after each token of a text, whatever the next token is."""
+        """Return, for each token of a text, the token that the model would choose next."""
         pool = self._generator.slot_pool(1, capacity=len(ids))
         best = pool.prefill_with_logits(0, list(ids)).float().topk(2, dim=-1)
         margins = best.values[:, 0] - best.values[:, 1]

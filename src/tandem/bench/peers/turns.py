@@ -52,7 +52,10 @@ class Turns:
 
 @contextmanager
 def standing_still(makers: Mapping[str, Maker], setting: Setting) -> Iterator[Turns]:
-    """Start each system in its own process; `OSError` names a system that cannot start."""
+    """Start each system in a process that stands still; end all processes after the `with` body.
+
+    Raises `OSError` with the name of a system that cannot start.
+    """
     with ExitStack() as running:
         processes = {}
         for name, make in makers.items():
@@ -81,7 +84,7 @@ def measure_rounds(
 def measured(
     turns: Turns, names: Sequence[str], depths: Sequence[int], rounds: int, tell: Tell
 ) -> dict[str, dict[int, list[Speeds]]]:
-    """Measure systems that are already started, in turns, depth by depth."""
+    """Measure started systems in turns, depth by depth; return their speeds by name and depth."""
     found: dict[str, dict[int, list[Speeds]]] = {
         name: {depth: [] for depth in depths} for name in names
     }
@@ -92,7 +95,7 @@ def measured(
 
 
 def ratios(ours: list[Speeds], theirs: list[Speeds]) -> tuple[float, float]:
-    """Return the ratios of prefill and decode speeds: medians of the ratios in each round."""
+    """Return `ours` / `theirs` for prefill and for decode: the median of the rounds' ratios."""
     pairs = list(zip(ours, theirs, strict=True))
     return (
         statistics.median(a.prefill / b.prefill for a, b in pairs),
@@ -101,7 +104,10 @@ def ratios(ours: list[Speeds], theirs: list[Speeds]) -> tuple[float, float]:
 
 
 def table(found: Mapping[str, Rounds], depths: Sequence[int]) -> list[str]:
-    """Return a Markdown table of medians; ratios are the first system's speed over the row's."""
+    """Return the lines of a Markdown table of medians, a row for each depth and system.
+
+    Ratios are the first system's speed divided by the speed of the row's system.
+    """
     first = next(iter(found))
     rows = [
         f"| system | depth | prefill, decode tok/s | {first}'s over it | shares of the ceilings |",

@@ -26,9 +26,9 @@ _TRIED_RING = 16  # positions
 
 @functools.lru_cache(maxsize=8)
 def decode_kernels(device: torch.device) -> DecodeKernels | None:
-    """Return the attention kernels of a GPU.
+    """Return Triton's attention kernels for a GPU.
 
-    None if torch must be used, because Triton is missing or fails.
+    None if torch must attend: Triton is missing, the GPU is too old for it, or a trial fails.
     """
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
@@ -46,7 +46,7 @@ def decode_kernels(device: torch.device) -> DecodeKernels | None:
 
 @functools.lru_cache(maxsize=8)
 def compressed_kernels(device: torch.device) -> DecodeKernels | None:
-    """Return the attention kernels for a model with compressed keys; None: use torch.
+    """Return the attention kernels for a model with compressed keys; None if torch must attend.
 
     The trial includes compressors and residual streams, because such a model has them too.
     """
@@ -57,7 +57,7 @@ def compressed_kernels(device: torch.device) -> DecodeKernels | None:
 
 
 def _works(trial: Callable[[], None], device: torch.device) -> bool:
-    """Tell whether a trial of kernels succeeds; warns if it does not."""
+    """Run a trial of kernels; return whether it succeeds, and warn if it does not."""
     try:
         with torch.cuda.device(device):
             trial()
@@ -74,12 +74,12 @@ def _works(trial: Callable[[], None], device: torch.device) -> bool:
 
 
 def kernels_for(model: PreTrainedModel) -> DecodeKernels | None:
-    """Return the attention kernels for a model on a GPU; None: use torch."""
+    """Return the attention kernels for a model on a GPU; None if torch must attend."""
     return (compressed_kernels if compresses(model) else decode_kernels)(model.device)
 
 
 def state_kernels(kernels: DecodeKernels | None) -> StateKernels | None:
-    """Return the kernels for states, for use with `kernels`; None: use torch."""
+    """Return Triton's kernels for states; None, for torch, if there are no attention `kernels`."""
     if kernels is None:
         return None
     from tandem.triton_kernels.states import TritonStates
@@ -88,9 +88,9 @@ def state_kernels(kernels: DecodeKernels | None) -> StateKernels | None:
 
 
 def stream_kernels(kernels: DecodeKernels | None) -> StreamKernels | None:
-    """Return the kernels that mix residual streams, for use with `kernels`.
+    """Return Triton's kernels that mix residual streams.
 
-    None if the model's own code must be used.
+    None if there are no attention `kernels`: the model's own code must mix.
     """
     if kernels is None:
         return None
@@ -126,7 +126,8 @@ def _try(kernels: DecodeKernels, device: torch.device) -> None:
 def _try_compressed(kernels: DecodeKernels, device: torch.device) -> None:
     """Try the kernels of a model with compressed keys; raise an error if a result is wrong.
 
-    They attend to a window beside a compressed key, make and select such keys, and mix streams.
+    The kernels attend to a window and a compressed key, compute and select compressed keys, and mix
+    residual streams.
     """
     states, streams = state_kernels(kernels), stream_kernels(kernels)
     assert states is not None

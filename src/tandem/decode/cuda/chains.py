@@ -16,7 +16,7 @@ from tandem.recording.recorder import Operation, Ref
 
 
 def find_chains(graph: Graph) -> Iterator[Found]:
-    """Find chains of two or more operations; the chain that ends last is found first."""
+    """Yield chains of two or more elementwise operations; the chain that ends last comes first."""
     places = {id(operation): place for place, operation in enumerate(graph.operations)}
     taken: set[int] = set()
     for root in reversed(graph.operations):

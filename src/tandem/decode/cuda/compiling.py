@@ -1,4 +1,4 @@
-"""Compiles and loads, before the first token, the kernels of decode steps except experts'."""
+"""Compiles and loads the kernels of decode steps, except experts', before the first token."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def step_compilations(
     model: PreTrainedModel,
     find_kernels: Callable[[PreTrainedModel], DecodeKernels | None] = kernels_for,
 ) -> list[Callable[[], None]]:
-    """Return callables, one per step size, that compile all that a capture would compile.
+    """Return one callable per capture size, which compiles the kernels of a step of that size.
 
     The experts modules must be bound to an executor that computes nothing. The list is empty if
     slots cannot serve the model.

@@ -43,7 +43,7 @@ class _HandOver(NoExperts):
 
 
 class _NoLayers:
-    """Graph layers without experts: each result is zero."""
+    """`GraphLayers` that compute no experts: the result of each layer is zeros."""
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
@@ -68,11 +68,11 @@ def with_captured_steps(
     device: Device,
     make_capture: MakeCapture,
 ) -> HardwareProfile:
-    """Return a profile with times of dense parts, for few tokens, measured on captured steps.
+    """Return `profile` with the seconds of dense parts for few tokens measured on captured steps.
 
-    The profile's host costs are the time that a graph break adds to a layer. Returns the profile
-    unchanged if the model's steps cannot be captured. The caller must bind the experts modules
-    again afterwards.
+    The new profile's host costs are the time that a graph break adds to a layer. Returns the
+    profile unchanged if the model's steps cannot be captured. The caller must bind the experts
+    modules again afterwards.
     """
     bind_all(bound, _HandOver(store, device))
     found = [_step_seconds(model, n, make_capture, _NoLayers()) for n in STEP_TOKENS]
@@ -103,7 +103,7 @@ def _step_seconds(
     make_capture: MakeCapture,
     layers: GraphLayers | None = None,
 ) -> float | None:
-    """Return the seconds of a decode step of `num_slots` slots; None if it cannot be captured.
+    """Return the seconds of a decode step of `num_slots` tokens; None if it cannot be captured.
 
     Without `layers`, the step has a graph break at each MoE layer.
     """

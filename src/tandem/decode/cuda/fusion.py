@@ -24,7 +24,10 @@ _QUERY_AND_KEY = slice(4, 6)  # of the arguments of `tandem::recur`
 
 
 def _of_few_keys(recur: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a recurrence whose heads share queries and keys, (b, tokens, key heads, key_dim)."""
+    """Return `recur` for queries and keys that are not repeated for each head of values.
+
+    The new function takes them as (b, tokens, key heads, key_dim).
+    """
 
     def call(*args: Tensor) -> Tensor:
         flat = [x.flatten(0, 1) for x in args[_QUERY_AND_KEY]]
@@ -96,7 +99,7 @@ def _pairs_of_rotaries(graph: Graph) -> Iterator[Found]:
 
 
 def _repeated_keys(graph: Graph) -> Iterator[Found]:
-    """Find recurrences whose queries and keys are repeated first, which the kernel can skip."""
+    """Find recurrences of repeated queries and keys; the fused one reads them unrepeated."""
     for recur in graph.operations:
         if recur.name != "recur":
             continue
@@ -147,5 +150,8 @@ def _finders() -> tuple[Finder, ...]:
 def fuse_for_gpu(
     operations: list[Operation], tensors: list[Tensor], fixed: set[int]
 ) -> list[Operation]:
-    """Return the operations with groups fused; `fixed` has the numbers of constant tensors."""
+    """Return `operations` with each group found replaced by one operation.
+
+    `fixed` has the numbers of the tensors that never change.
+    """
     return replaced(_finders(), operations, tensors, fixed, TOKEN_DTYPES)

@@ -65,7 +65,7 @@ class GraphBreak(NamedTuple):
     """Calls made before `function`: reports on the previous segment, such as a router's input."""
 
     def run(self) -> None:
-        """Make the call after the previous segment, and queue its result for the next segment."""
+        """Call everything in `first`, then `function`; queue the copy of its value to `result`."""
         for tell in self.first:
             tell()
         self.result.copy_(self.function(*self.args))
@@ -79,33 +79,33 @@ Pad = Callable[[Tensor], Tensor]
 
 
 class GraphLayers(Protocol):
-    """Computes a step's layers inside its graph segments."""
+    """Computes the experts of a step's MoE layers inside its graph segments."""
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor | None:
-        """Queue a layer; None if it needs a graph break."""
+        """Queue a layer's experts and return their result; None if it needs a graph break."""
 
     def take_router_input(self, layer: int, hidden: Tensor) -> bool:
-        """Take a layer's router input; False: the host must be called between segments instead."""
+        """Take a layer's router input; False if the host must get it between segments instead."""
 
     def around(self) -> AbstractContextManager[None]:
-        """Return a context for every run of the step: its dry run, and each replay."""
+        """Return a context manager for one run of the step: the dry run or a replay."""
 
     def give_up(self, error: Exception) -> bool:
-        """Handle a failed capture; True: the capture must be tried again without these layers."""
+        """Handle a failed capture; return whether to try again, without these layers."""
 
 
 class Announced:
-    """Intercepts calls of a step whose tokens the host has announced; reading ids back would wait.
+    """Intercepts calls of a step whose tokens the host has announced, so that no ids are read back.
 
-    `pad` removes the experts of padding tokens.
+    Reading ids back would wait for the GPU. `pad` removes the experts of padding tokens.
     """
 
     is_capturing = True
 
     def __init__(self, pad: Pad = lambda index: index) -> None:
-        """Intercept a step's calls; `pad` changes the routers' choices."""
+        """Take `pad`, which is applied to the router's choice in each call of experts."""
         self._pad = pad
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
@@ -114,7 +114,7 @@ class Announced:
 
 
 class _DryRun:
-    """Intercepts calls of the dry run, which raises an error where the code would wait.
+    """Intercepts calls of the dry run, in which code that waits for the GPU raises an error.
 
     A step that cannot be captured must fail before the capture, because torch does not recover from
     a broken capture. The dry run also compiles and loads kernels, since CUDA loads no code during a
@@ -141,7 +141,7 @@ class _DryRun:
 
 
 class _GraphBreaker:
-    """Intercepts opaque calls during a capture; makes graph breaks of experts and disk rows."""
+    """Intercepts opaque calls during a capture; experts and disk rows become graph breaks."""
 
     is_capturing = True
 
@@ -176,7 +176,7 @@ class _GraphBreaker:
 
 
 class _PaddedRecorder(Recorder):
-    """Records a step for a capture: its graph breaks stay opaque calls for the capture."""
+    """Records a step that is captured later; calls that may become graph breaks stay opaque."""
 
     def __init__(self, pad: Pad) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def _handed_over(
 ) -> tuple[tuple[Any, ...], Tensor | None]:
     """Return a call's arguments, and its result if `layers` compute it inside the segment.
 
-    Without a result, the segment hands the arguments over as contiguous tensors.
+    Without a result, the returned arguments are contiguous tensors, for a graph break.
     """
     if kind == EXPERTS:
         args = _padded(args, pad)
@@ -347,7 +347,7 @@ def _shortest(
     record_first: Callable[[], Callable[[], Tensor]] | None,
     capture: Callable[[Callable[[], Tensor]], Captured], *, warns: bool,
 ) -> Captured:  # fmt: skip
-    """Capture a step in fewer operations if possible, otherwise the model's own code."""
+    """Capture what `record_first` returns; if that is None or fails, the model's own code."""
     if record_first is not None:
         try:
             return capture(record_first())
@@ -366,7 +366,7 @@ def _shortest(
 def _run_dry(
     step: Callable[[], Tensor], capture: Capture, layers: GraphLayers | None, pad: Pad
 ) -> None:
-    """Run a step as it will be captured; repeat it if it waited too long for a disk."""
+    """Run a step as it will be captured; repeat it, up to `_DRY_RUNS` runs, if a disk is slow."""
     for left in reversed(range(_DRY_RUNS)):
         around = contextlib.nullcontext() if layers is None else layers.around()
         dry_run = intercepted(_DryRun(capture, layers, pad))
@@ -385,7 +385,7 @@ def _captured(
     layers: GraphLayers | None,
     pad: Pad,
 ) -> Captured:
-    """Capture a step after a dry run, which makes masks, kernels and workspaces."""
+    """Run a step dry, which makes masks, kernels and workspaces, and then capture it."""
     capture = make_capture()
     _run_dry(step, capture, layers, pad)
     breaker = _GraphBreaker(capture, layers, pad)

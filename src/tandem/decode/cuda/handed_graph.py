@@ -19,7 +19,7 @@ from tandem.policy.step_path import MAX_GRAPH_TOKENS
 
 
 class HandedGraph:
-    """Computes the layers of one captured step of a fixed number of tokens."""
+    """The `GraphLayers` of one captured step that hands each layer over to the host."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class HandedGraph:
         num_tokens: int,
         forced: ForcedRouting | None = None,
     ) -> None:
-        """Hand layers over to the coordinator of `steps` on behalf of `executor`.
+        """Take `steps`, the captured steps of `executor`, and the step's number of tokens.
 
-        `forced` replaces the routers' choices.
+        If `forced` is given, its routing replaces the routers' choices.
         """
         self._executor, self._steps, self._num_tokens = executor, steps, num_tokens
         self._forced = forced
@@ -39,7 +39,7 @@ class HandedGraph:
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor:
-        """Queue a layer. Raises `RuntimeError` for one that cannot be handed over."""
+        """Queue a layer and return its result; `RuntimeError` if it cannot be handed over."""
         if self._forced is not None:
             index, weights = self._forced.choices(layer, self._num_tokens, index.device)
         result = self._layers(layer, hidden, index, weights, functions)
@@ -48,16 +48,16 @@ class HandedGraph:
         return result
 
     def take_router_input(self, layer: int, hidden: Tensor) -> bool:
-        """Take a layer's router input, on which the next layer's router is run ahead."""
+        """Keep a layer's router input, to run the next layer's router ahead on it; return True."""
         self._layers.take_router_input(layer, hidden)
         return True
 
     def around(self) -> AbstractContextManager[None]:
-        """Return a context in which the coordinator answers the step."""
+        """Return a context manager; the coordinator answers the step that runs inside it."""
         return self._executor.captured_step(partial(self._steps.begin, self._num_tokens))
 
     def give_up(self, error: Exception) -> bool:
-        """Use graph segments from now on."""
+        """Warn, and make later captures use graph segments; return True."""
         self._steps.is_given_up = True
         first_line = str(error).partition("\n")[0]
         warnings.warn(
@@ -71,9 +71,9 @@ class HandedGraph:
 def handed_graph(executor: Executor | None, num_tokens: int) -> HandedGraph | None:
     """Return the object that hands over a step's layers; None if they must be graph breaks.
 
-    None also for executors that pass calls on, because they see or change each call. The exception
-    is `ForcedRouting` with the model's own number of experts per token: it announces the routing
-    before a step.
+    None also for executors that pass calls on to another, because they see or change each call. The
+    exception is `ForcedRouting` with the model's own number of experts per token: it announces the
+    routing before a step.
     """
     forced = executor if isinstance(executor, ForcedRouting) else None
     inner = executor if forced is None else forced.inner

@@ -14,7 +14,7 @@ _NAME = "packed_linear"  # of `tandem.triton_kernels.dense`
 
 
 def find_projections(graph: Graph) -> Iterator[Found]:
-    """Find products with the same input; the fused product runs at the place of the first."""
+    """Find groups of linear layers with the same input; the fused one runs where the first does."""
     by_input: dict[Ref, list[Operation]] = {}
     for operation in graph.operations:
         if operation.name == _NAME and operation.args[1].number in graph.fixed:
@@ -24,7 +24,10 @@ def find_projections(graph: Graph) -> Iterator[Found]:
 
 
 def _seen_through(graph: Graph, rows: Ref) -> Ref:
-    """Return the tensor of which `rows` is a view, or `rows`; each layer makes its own view."""
+    """Return the tensor of which `rows` is a view; if `rows` is no view, `rows` itself.
+
+    Layers with the same input read it through different views.
+    """
     view = graph.made_by(rows, "reshape") or graph.made_by(rows, "view")
     if view is None or not graph.shares_memory(view.args[0], rows):
         return rows

@@ -23,21 +23,21 @@ _HOST_COPIES = 2  # one is read while the next step's is written
 
 
 class _Replay(NamedTuple):
-    """A step that has been launched."""
+    """A launched replay whose layers are not yet reported; `begin` and `end` surround its work."""
 
     begin: Event
     end: Event
     chosen: Tensor
-    """The layers' choices of experts on the host, complete after `end`."""
+    """The routers' choices, (layers, n_tokens, top_k), on the host; complete after `end`."""
 
 
 class GraphedLayers:
-    """Computes resident layers for one captured step."""
+    """The `GraphLayers` of one captured step whose experts are all resident."""
 
     def __init__(
         self, executor: Executor, device: CudaDevice, clock: Clock, layers: ResidentLayers
     ) -> None:
-        """Compute with `layers` on `device`, and report on behalf of `executor`."""
+        """Take `layers`, which compute on `device`, and `executor`, whose listeners get reports."""
         self._executor, self._device = executor, device
         self._clock, self._layers = clock, layers
         self._chosen: dict[int, Tensor] = {}  # by layer: (n_tokens, top_k) in the step's memory
@@ -52,7 +52,7 @@ class GraphedLayers:
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor | None:
-        """Queue a layer; None if it needs a graph break."""
+        """Queue a layer's experts and return their result; None if it needs a graph break."""
         if not self._layers.serves(functions):
             return None
         self._chosen[layer] = index
@@ -63,7 +63,7 @@ class GraphedLayers:
         return True
 
     def around(self) -> AbstractContextManager[None]:
-        """Return a context for a step that may have graph breaks."""
+        """Return the executor's context manager in which graph breaks may defer work."""
         return self._executor.deferring()
 
     def give_up(self, error: Exception) -> bool:
@@ -71,13 +71,13 @@ class GraphedLayers:
         return False
 
     def begin_step(self) -> None:
-        """Note the time at which a replay begins."""
+        """Record an event where a replay begins, unless all layers are graph breaks."""
         if not self._chosen:  # all layers are graph breaks
             return
         self._begin = self._device.streams.record(Stream.COMPUTE, is_timed=True)
 
     def end_step(self) -> None:
-        """Queue the copy of the routers' choices to the host, after a replay."""
+        """Queue the copy of the routers' choices to the host, behind a replay."""
         if not self._chosen:
             return
         streams = self._device.streams
@@ -98,7 +98,7 @@ class GraphedLayers:
         self._replays.append(_Replay(self._begin, end, host))
 
     def report(self, *, but: int = 0) -> None:
-        """Report the layers of unreported replays, except the last `but` ones."""
+        """Report the layers of unreported replays to listeners, except the last `but` replays."""
         while len(self._replays) > but:
             begin, end, host = self._replays.popleft()
             if not end.query():  # its logits have been read, so it is about to be done
@@ -113,7 +113,8 @@ class GraphedLayers:
 def graphed_layers(executor: Executor | None) -> GraphedLayers | None:
     """Return the object that computes layers in a segment; None unless all experts are resident.
 
-    None also for executors that pass calls on, because they may change the router's choice.
+    None also for executors that pass calls on to another, because they may change the router's
+    choice.
     """
     if executor is None or executor.cache is None or not isinstance(executor.device, CudaDevice):
         return None

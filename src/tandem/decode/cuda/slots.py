@@ -34,7 +34,7 @@ from tandem.recording.replay import ReplayedStep
 
 
 class CudaSlotPool(CachedSlotPool[StaticKvCache]):
-    """Slots on a KV cache at fixed addresses."""
+    """Computes the steps of several slots on a GPU, on a KV cache at fixed addresses."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
         `kv_dtype` is the dtype of keys and values; `find_kernels` returns a model's attention
         kernels. Without `make_capture`, steps are not captured. If `layers` is given, it computes
-        the experts of captured steps instead of the executor's own object. With `notes_hidden`,
-        `hidden` and `on_hidden` report the output head's input, on the host. Raises
+        the experts of captured steps instead of the `GraphLayers` that suit the executor. With
+        `notes_hidden`, `hidden` and `on_hidden` report the output head's input, on the host. Raises
         `NotInSlotsError` for a model that keeps what the KV cache cannot hold.
         """
         # Kernels attend to all positions, or to windows and compressed keys; torch to positions
@@ -79,7 +79,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
     @property
     def step(self) -> ReplayedStep:
-        """The latest decode step; before the first decode step, the step of all slots."""
+        """The latest decode step; before the first one, a step of one token in each slot."""
         return (self._last or self._steps.at(padded_size(self.num_slots))).replayed
 
     @property
@@ -166,7 +166,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         return logits
 
     def _prefill_as_step(self, slot: int, tokens: Sequence[int], size: int) -> Tensor:
-        """Append a prompt's tokens in a step of `size`; return the logits after the last."""
+        """Append a prompt's tokens in a step padded to `size`; return the logits after the last."""
         self._steps.follow_executor()
         self.cache.begin_prompt_step(slot, len(tokens), size)
         self._steps.inputs_of(size).upload(tokens)
@@ -189,7 +189,8 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
     def launch_once(self, count: int) -> None:
         """Run the operations of a captured step of `count` tokens; capture and keep nothing.
 
-        This compiles and loads its kernels. Raises `NotRecordableError`, and errors of the kernels.
+        This compiles and loads its kernels; it does nothing if steps do not use Triton. Raises
+        `NotRecordableError`, and errors of the kernels.
         """
         if self._launches_kernels:
             with _on(self._device):
@@ -220,7 +221,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             self._steps.follow_executor()  # what was captured may read slots that are gone
 
     def _make_room(self) -> bool:
-        """Free the memory of captured prompts, or else a part of the expert cache; False: none."""
+        """Free captured prompts, or else a part of the expert cache; False if there is neither."""
         if self._steps.drop_prompts():
             return True
         executor = self._model.executor
@@ -245,7 +246,7 @@ def new_cuda_slot_pool(
     kv_dtype: str = "auto",
     notes_hidden: bool = False,
 ) -> CudaSlotPool:
-    """Return slots on the model's GPU; their steps are captured if `has_replay` allows it."""
+    """Return a pool of slots on the model's GPU; its steps are captured only with `has_replay`."""
     make_capture = make_cuda_capture(model) if has_replay else None
     return CudaSlotPool(
         model, num_slots, capacity=capacity, make_capture=make_capture, kv_dtype=kv_dtype,
@@ -284,5 +285,5 @@ def _nothing() -> None:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a GPU the current one, which decides the streams and the place of launches."""
+    """Return a context manager that makes `device` torch's current GPU, on which kernels launch."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

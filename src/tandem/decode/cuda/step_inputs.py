@@ -10,7 +10,7 @@ from tandem.devices.cuda.host_twin import HostTwin
 
 
 class StepInputs:
-    """The input tensors of all decode steps of one size."""
+    """The input tensors that all steps of one size share."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class StepInputs:
         """Allocate the inputs. Rows of embeddings in host memory are read on the host."""
         self._num_padding = 0
         self.hidden = room_for_hidden(size)
-        """The output head's input, (n_tokens, width), if it is recorded."""
+        """The output head's input, (n_tokens, width); None if it is not recorded."""
         with torch.inference_mode(False):
             self.ids = torch.zeros((size, 1), dtype=torch.int64, device=device)
             self.idle = torch.zeros((size, 1), dtype=torch.int64, device=device)

@@ -42,11 +42,11 @@ _PLAIN_PROMPTS = 1
 
 
 class Step(NamedTuple):
-    """A step of one size and one form."""
+    """A step of one size and one form of the KV cache (`StaticKvCache.form`)."""
 
     replayed: ReplayedStep
     resident: list[GraphedLayers]
-    """Computes layers inside the captured step's segments; at most one entry."""
+    """The object that computes resident layers inside the captured step; at most one entry."""
 
 
 class Steps:
@@ -66,7 +66,7 @@ class Steps:
 
         With `records`, a step is recorded first and captured in fewer operations than the model's
         own code has. `make_room` frees memory and returns whether it could. If `layers` is given,
-        it computes the experts instead of the executor's own object.
+        it computes the experts instead of the `GraphLayers` that suit the executor.
         """
         self._model, self._cache = runner, cache
         self._device = runner.model.device
@@ -98,7 +98,11 @@ class Steps:
         return self._inputs[count]
 
     def follow_executor(self) -> None:
-        """Drop all steps if the executor or its expert slots changed, or full residency did."""
+        """Drop all steps if they were captured for another state of the experts.
+
+        That is for another executor or other expert slots, or when all experts were resident and
+        now are not, or the reverse.
+        """
         executor = self._executor
         if executor is not None:
             executor.settle()  # a replay of whole steps would never come to it
@@ -134,7 +138,7 @@ class Steps:
         return logits
 
     def report(self, but: Step | None = None) -> None:
-        """Report resident layers to listeners, except those of the last replay of `but`."""
+        """Report resident layers of replays to listeners, except of the last replay of `but`."""
         for step in self._steps.values():
             for layers in step.resident:
                 layers.report(but=int(step is but))
@@ -157,7 +161,7 @@ class Steps:
         return size if self._num_prompts[size] > _PLAIN_PROMPTS else None
 
     def drop_prompts(self) -> bool:
-        """Free the memory of captured prompts, and capture none again; False: there were none."""
+        """Free captured prompts and never capture one again; return False if there were none."""
         prompts = [key for key in self._steps if key[1]]
         self._captures_prompts = False
         self.report()

@@ -13,7 +13,7 @@ class GivenHidden:
     """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
-        """Expect hidden states of this width."""
+        """Take the width and dtype of hidden states; `now` is zeros for one token at first."""
         self._width, self._dtype = width, dtype
         self._fixed: dict[int, Tensor] = {}
         self.now = self.fixed(1)
@@ -26,7 +26,7 @@ class GivenHidden:
         self.now = hidden
 
     def fixed(self, num_tokens: int) -> Tensor:
-        """Return the fixed tensor that a step of `num_tokens` tokens reads."""
+        """Return the tensor that every recorded step of `num_tokens` tokens reads."""
         if num_tokens not in self._fixed:
             shape = (num_tokens, self._width)
             with torch.inference_mode(False):
@@ -45,9 +45,9 @@ class MtpEmbedding(nn.Module):
         fc: nn.Module,
         given: GivenHidden,
     ) -> None:
-        """Compute `fc`(norm of the token's embedding, norm of the hidden state set by `give`).
+        """Take the parts of `fc`(`enorm`(token's embedding), `hnorm`(hidden state that is given)).
 
-        Without `hnorm` the layer itself adds the hidden state.
+        Without `hnorm`, the hidden state is left out here, because the layer itself adds it.
         """
         super().__init__()
         self.embedding, self.enorm, self.hnorm, self.fc = embedding, enorm, hnorm, fc
@@ -59,15 +59,15 @@ class MtpEmbedding(nn.Module):
         return self.embedding.get_parameter("weight")
 
     def give(self, hidden: Tensor) -> None:
-        """Set the head's input of the token before each of the next tokens: (n_tokens, width)."""
+        """Set the hidden states for the next forward's tokens: (n_tokens, width)."""
         self.given.give(hidden)
 
     def fixed(self, num_tokens: int) -> list[Tensor]:
-        """Return the fixed tensor that a step of `num_tokens` tokens reads, in a list of one."""
+        """Return, in a list, the tensor that every recorded step of `num_tokens` tokens reads."""
         return [self.given.fixed(num_tokens)]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return (b, n_tokens, width) for ids (b, n_tokens)."""
+        """Return the layer's input (b, n_tokens, width) for token ids (b, n_tokens)."""
         embedded = self.enorm(self.embedding(ids))
         if self.hnorm is not None:
             hidden = self.given.now.view(*ids.shape, -1)

@@ -49,13 +49,13 @@ _TOKENS = 1  # of the vocabulary that are loaded; the model's own embeddings rep
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _StoredLayer:
-    """An MTP layer in files, unread."""
+    """An MTP layer in a checkpoint's files, before it is read."""
 
     path: Path
     names: Iterable[str]
     """The names of its tensors in the checkpoint."""
     tensors: Callable[[PreTrainedConfig, LoadJob], dict[str, object]]
-    """Returns the tensors by their names in a Transformers model of one layer."""
+    """Returns the layer's tensors, by their names in a Transformers model of one layer."""
 
 
 def load_mtp(
@@ -100,7 +100,7 @@ def _in_gguf(model: PreTrainedModel, path: Path) -> list[_StoredLayer]:
 def _load_layer(
     model: PreTrainedModel, stored: _StoredLayer, depth: int
 ) -> tuple[PreTrainedModel, MtpEmbedding]:
-    """Load the MTP layer at index `depth` among a model's MTP layers."""
+    """Load a model's MTP layer at index `depth`; return its one-layer model and the embedding."""
     runtime = require_runtime(model)
     options = dataclasses.asdict(runtime.options)
     offload = from_mapping(OffloadConfig, {name: options[name] for name in _SAME}, where="load_mtp")
@@ -174,9 +174,10 @@ def _head_on_host(head: nn.Module, threads: CpuThreads) -> nn.Module:
 
 
 def first_rows(head: nn.Module, most: int = _DRAFTED_TOKENS) -> nn.Module:
-    """Return the first rows of a packed head, for drafting; they share the head's memory.
+    """Return a head of the first `most` tokens, for drafting; it shares the head's memory.
 
-    Token ids follow the tokenizer's merges, so the first ones are the most frequent.
+    Token ids follow the tokenizer's merges, so the first ones are the most frequent. A head that is
+    not packed, or has no more rows, is returned unchanged.
     """
     if not isinstance(head, PackedLinear) or head.out_features <= most:
         return head
@@ -185,7 +186,7 @@ def first_rows(head: nn.Module, most: int = _DRAFTED_TOKENS) -> nn.Module:
 
 
 def _config(model: PreTrainedModel, depth: int, names: Iterable[str]) -> PreTrainedConfig:
-    """Return the config of a model of one MTP layer alone, whose tensors have these names."""
+    """Return the config of a model of one MTP layer; `names` are the names of its tensors."""
     text = model.config.get_text_config(decoder=True)
     config = _stated_config(text, depth) or _usual_config(text)
     if num_streams(text) > 1:
@@ -198,7 +199,7 @@ def _config(model: PreTrainedModel, depth: int, names: Iterable[str]) -> PreTrai
 
 
 def _stated_config(text: PreTrainedConfig, depth: int) -> PreTrainedConfig | None:
-    """Return an MTP layer's config as Transformers derives it from the model's; None: it cannot."""
+    """Return the config that Transformers derives for an MTP layer; None if it derives none."""
     if (value_of(text, "num_mtp_layers") or 0) <= depth or not hasattr(text, "get_mtp_config"):
         return None
     try:
@@ -223,7 +224,7 @@ def _usual_config(text: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _compression(names: Iterable[str]) -> str:
-    """Return a DeepSeek-V4 layer's kind of attention, by its tensors."""
+    """Return a DeepSeek-V4 layer's type of attention for `layer_types`, from its tensors' names."""
     if any("indexer" in name for name in names):
         return "compressed_sparse_attention"
     has_compressor = any("compressor" in name for name in names)
@@ -248,7 +249,7 @@ _OTHERWISE: dict[str, dict[str, object]] = {
 def _loaded(
     stored: _StoredLayer, config: PreTrainedConfig, offload: OffloadConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Load the layer by Transformers; return it, and the joining tensors by their new names."""
+    """Load an MTP layer as a Transformers model; return it, and `JOINING`'s tensors by name."""
     job = LoadJob(options=offload)
     state = stored.tensors(config, job)
     module = empty_model(config)
@@ -272,7 +273,7 @@ def _loaded(
 
 
 def _taken_apart(state: Mapping[str, Tensor]) -> dict[str, object]:
-    """Return gate and up projections as separate tensors; their rows were interleaved."""
+    """Return the tensors with each interleaved gate and up projection split into two tensors."""
     apart: dict[str, object] = {}
     for name, values in state.items():
         if GATE_UP_ROWS not in name:

@@ -105,7 +105,7 @@ def has_no_norm(names: Iterable[str]) -> bool:
 
 
 def _names_of(names: Iterable[str], num_layers: int, depth: int) -> dict[str, str]:
-    """Return the names for one MTP layer; empty if it is incomplete."""
+    """Return {name in the checkpoint: new name} for one MTP layer; empty if it is incomplete."""
     after_layers = re.compile(
         rf"^(?:model\.)?(?:language_model\.)?layers\.{num_layers + depth}\.(.+)$"
     )
@@ -130,7 +130,7 @@ def _names_of(names: Iterable[str], num_layers: int, depth: int) -> dict[str, st
 
 
 def _streamed_names_of(names: Iterable[str], depth: int) -> dict[str, str]:
-    """Return the names for one of DeepSeek-V4's MTP layers; empty if it is incomplete."""
+    """Return what `_names_of` does, for one of DeepSeek-V4's MTP layers."""
     before = f"mtp.{depth}."
     parts = {name: name.removeprefix(before) for name in names if name.startswith(before)}
     found = {
@@ -141,7 +141,7 @@ def _streamed_names_of(names: Iterable[str], depth: int) -> dict[str, str]:
 
 
 def _inkling_names_of(names: Iterable[str], depth: int) -> dict[str, str]:
-    """Return the names for one of Inkling's MTP layers; empty if it is incomplete."""
+    """Return what `_names_of` does, for one of Inkling's MTP layers."""
     inside = re.compile(rf"^(?:model\.)?mtp\.(?:layers\.{depth}\.)?(?!layers\.)(.+)$")
     found = {}
     for name in names:

@@ -26,12 +26,12 @@ class StreamedLayer(nn.Module):
     """Replaces the layer of a one-layer model; reads the hidden state's streams from `given`."""
 
     def __init__(self, layer: nn.Module, hnorm: nn.Module, h_proj: nn.Module, given: GivenHidden):
-        """Add `h_proj`(norm of each given stream) to the input, the same in all streams."""
+        """Take the layer to wrap; `hnorm` and `h_proj` will be applied to each given stream."""
         super().__init__()
         self.layer, self.hnorm, self.h_proj, self.given = layer, hnorm, h_proj, given
 
     def forward(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
-        """Return the layer's streams, (b, n_tokens, streams, width)."""
+        """Run the layer on its input plus the given streams: (b, n_tokens, streams, width)."""
         streams = self.given.now.view(hidden_states.shape)
         made: Tensor = self.layer(hidden_states + self.h_proj(self.hnorm(streams)), **kwargs)
         return made

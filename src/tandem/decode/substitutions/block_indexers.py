@@ -40,7 +40,10 @@ def _select_qwen4(
     attention_mask: object,
     cache: DynamicCache,
 ) -> SelectedPositions:
-    """Qwen4: pool a block to its mean key, normalised and rotated as at its first position."""
+    """Select blocks as Qwen4 does: score a block by its mean key, normalised and rotated.
+
+    The mean key is rotated for the block's first position.
+    """
     rotate = rotary_of(self)
     cos, sin = position_embeddings  # (b, n_tokens, width)
     shape = (*hidden_states.shape[:2], -1, self.index_head_dim)
@@ -71,10 +74,10 @@ def _select_glm5(
     attention_mask: object,
     cache: DynamicCache,
 ) -> Tensor:
-    """GLM: pool a block to a weighted sum of its keys.
+    """Select blocks as GLM-5.3-Flash does: score a block by a weighted sum of its keys.
 
-    The weights are a softmax, over the positions of the block, of each token's gate plus a bias for
-    its place in the block.
+    The sum's weights are a softmax, over the positions of the block, of each token's gate plus a
+    bias for its place in the block. Returns the selected positions.
     """
     dim, dtype = self.head_dim, hidden_states.dtype
     query = self.wq_b(q_resid).view(*hidden_states.shape[:2], -1, dim)
@@ -105,7 +108,7 @@ def _select_m3(
     cache: DynamicCache,
     position_ids: Tensor,
 ) -> SelectedPositions:
-    """MiniMax-M3: for each KV head, score a block by its best key."""
+    """Select blocks as MiniMax-M3 does: for each KV head, score a block by its best key."""
     shape = (*hidden_states.shape[:2], -1, self.head_dim)
     query = self.q_norm(self.q_proj(hidden_states).view(shape))
     key = self.k_norm(self.k_proj(hidden_states).view(shape))

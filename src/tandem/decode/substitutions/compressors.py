@@ -1,4 +1,4 @@
-"""Compressed attention (DeepSeek-V4's) in slots: beside a window, one key per compressed window.
+"""Compressed attention (DeepSeek-V4's) for any slots' tokens: one key for each window of tokens.
 
 A compressor's own code gathers the windows of a batch of sequences of equal length, and returns all
 keys so far. Here the key of a window belongs to the token that ends the window. The KV cache keeps
@@ -42,7 +42,10 @@ def _compress(
     cache: DynamicCache,
     layer_idx: int,
 ) -> tuple[Tensor, None]:
-    """Pass the step's keys to attention through the KV cache; return empty keys and no mask."""
+    """Hand the step's compressed keys to attention through the KV cache.
+
+    The result is for the model's own code: no keys, and no mask.
+    """
     layer = cache.layers[layer_idx]
     key = _keys(compressor, layer.states, "compressor", hidden_states, position_ids)
     selected = None
@@ -64,10 +67,10 @@ def _compress(
 def _keys(
     module: ModelPart, states: StateHandle, kind: str, hidden: Tensor, position_ids: Tensor
 ) -> Tensor:
-    """Return the key of the window that each token ends: (b, n_tokens, dim).
+    """Return the compressed key of each token's window, (b, n_tokens, dim).
 
-    A key is rotated by the position of its window's first token. Tokens that end no window have
-    zeros.
+    A token that ends no window gets zeros. A key is rotated by the position of its window's first
+    token.
     """
     values, gates = module.kv_proj(hidden), module.gate_proj(hidden)
     operation = partial(compression_of, module)

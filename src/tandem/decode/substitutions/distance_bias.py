@@ -25,7 +25,10 @@ def _attention(
     cache: DynamicCache | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None] | None:
-    """Inkling's attention, (b, n_tokens, width); its bias applies to distances within an extent."""
+    """Attend as Inkling does, (b, n_tokens, width) in and out; only near tokens have a bias.
+
+    None outside Tandem's steps, where the model's own code must run.
+    """
     step = current_cache()
     if step is None or cache is None:
         return None
@@ -55,7 +58,10 @@ def _attention(
 def _position_bias(
     self: ModelPart, hidden_states: Tensor, relative_distance: object, position_ids: Tensor
 ) -> DistanceBias | None:
-    """Return the inputs of Inkling 2's bias."""
+    """Return the inputs from which attention computes Inkling 2's bias.
+
+    None outside Tandem's steps, where the model's own code must run.
+    """
     if current_cache() is None:
         return None
     states = self.linear(hidden_states).view(*hidden_states.shape[:-1], self.num_heads, -1)
@@ -63,7 +69,10 @@ def _position_bias(
 
 
 def _relative_distance(inputs_embeds: Tensor, *args: object, **kwargs: object) -> Tensor | None:
-    """Return an empty tensor in place of the matrix, which Tandem's bias does not read."""
+    """Return an empty tensor, because Tandem's bias reads no matrix of distances.
+
+    None outside Tandem's steps, where the model's own code must run.
+    """
     return None if current_cache() is None else inputs_embeds.new_empty(0)
 
 

@@ -48,7 +48,10 @@ def _is_connection(module: ModelPart) -> bool:
 
 
 def _mix(self: ModelPart, hidden_streams: Tensor) -> tuple[object, ...] | None:
-    """Return the weights for the way back, and the layer's input; None: run the model's code."""
+    """Return the weights for the way back, and the layer's input.
+
+    None if the model's own code must run.
+    """
     kernels, connection = _kernels_for(hidden_streams, self.fn), _connection_of(self)
     if kernels is None or connection is None:
         return None
@@ -64,7 +67,10 @@ def _mix(self: ModelPart, hidden_streams: Tensor) -> tuple[object, ...] | None:
 
 
 def _collapse(self: ModelPart, x: Tensor) -> Tensor | None:
-    """Return the sum of the streams that the output head reads."""
+    """Return the output head's input, a weighted sum of the streams.
+
+    None if the model's own code must run.
+    """
     kernels = _kernels_for(x, self.hc_fn)
     if kernels is None:
         return None
@@ -92,7 +98,7 @@ def _kernels_for(streams: Tensor, matrix: Tensor) -> StreamKernels | None:
 
 @dataclass(frozen=True, slots=True)
 class _CpuStreams:
-    """The native operations on the CPU, called so that a recorded graph can contain them."""
+    """The `StreamKernels` of the CPU: native operations, as calls that can be recorded."""
 
     threads: CpuThreads
 
@@ -139,11 +145,14 @@ class _Weights:
         return done
 
     def __mul__(self, other: object) -> object:
-        """Multiply a layer's output by the weights."""
+        """Record the product of the weights and a layer's output."""
         return self._then("__mul__", other)
 
     def __add__(self, other: object) -> Tensor:
-        """Add the mixed streams to the weighted output."""
+        """Return the sum of the weighted output and the mixed streams.
+
+        It is one native operation if the recorded steps have the form that the operation computes.
+        """
         if isinstance(other, _Weights) and other.back is self.back:
             y = self._matched_output(other)
             if y is not None:
@@ -152,7 +161,10 @@ class _Weights:
         return result
 
     def _matched_output(self, mixed: "_Weights") -> Tensor | None:
-        """Return the layer's output if the recorded steps match the native operation; else None."""
+        """Return the layer's output if the native operation computes the recorded steps, else None.
+
+        `mixed` has the recorded steps of the sum's other operand, the mixed streams.
+        """
         streams, dtype = self.back.streams, self.back.streams.dtype
         match self.steps, mixed.steps:
             case (

@@ -41,7 +41,10 @@ def has_latents(module: nn.Module, cache: SlotCache) -> bool:
 
 
 def _keep_latents(self: ModelPart, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return latents (b, 1, n, latent + rotary) as keys and (b, 1, n, latent) as values."""
+    """Return latents (b, 1, n, latent + rotary) as keys and (b, 1, n, latent) as values.
+
+    None if no step runs whose KV cache keeps latents: the model's own code must expand them.
+    """
     cache = current_cache()
     if cache is None or not cache.keeps_latents:
         return None
@@ -54,8 +57,8 @@ LATENTS = Substitution(_is_known, _keep_latents, "expand_kv")
 def attend_latents(module: ModelPart, cache: SlotCache, call: AttentionCall) -> Tensor:
     """Attend as `SlotCache.attend` does, with the tensors that `_keep_latents` returned.
 
-    The call's query must be for expanded keys, and its form must describe the single latent key.
-    Returns expanded values (n_tokens, heads, value dim).
+    The call's query must be the model's own, for expanded keys; the call's form must describe the
+    latents, one KV head. Returns the result for expanded values, (n_tokens, heads, value dim).
     """
     if cache.shares_values:
         call = call._replace(value=call.value[..., :0])
@@ -86,7 +89,7 @@ def _expand(module: ModelPart, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Products(NamedTuple):
-    """The products of each head with its part of `kv_b_proj`.
+    """Multiplications of each head's vector by the head's matrices in `kv_b_proj`.
 
     Each maps (n_tokens, heads, inputs) to (n_tokens, heads, outputs).
     """
@@ -112,16 +115,17 @@ def _products(module: ModelPart, num_heads: int) -> _Products:
 
 
 def _product(weight: Tensor, x: Tensor) -> Tensor:
-    """Multiply with plain weights (heads, inputs, outputs)."""
+    """Multiply (n_tokens, heads, inputs) by plain weights (heads, inputs, outputs), by head."""
     return torch.matmul(x.transpose(0, 1), weight).transpose(0, 1)
 
 
 def _packed_by_head(
     projection: PackedLinear, num_heads: int, num_plain: int
 ) -> tuple[list[DenseWeight], list[DenseWeight]]:
-    """Return the matrices of keys, transposed and in bf16, and the packed rows of values, by head.
+    """Return each head's matrix of keys, transposed, in bf16, and each head's matrix of values.
 
-    The rows of values are bf16 too if they do not fill whole blocks or have reordered columns.
+    Matrices of values stay in the projection's format, unless their rows do not fill whole blocks
+    or their columns are reordered; these are converted to bf16, too.
     """
     each = projection.out_features // num_heads
     rows = torch.arange(projection.out_features, device="cpu").view(num_heads, each)

@@ -28,7 +28,7 @@ _ROUNDINGS = (1, 0, 2)  # the most common one first
 
 
 class _Kind(NamedTuple):
-    """How a class of norms computes."""
+    """How a class of norms computes, in the terms of the native kernel."""
 
     eps: float
     offset: float
@@ -40,7 +40,10 @@ class _Kind(NamedTuple):
 
 
 def _may_be_norm(module: nn.Module) -> bool:
-    """Tell whether a module has at most one vector of weights, and no hooks."""
+    """Tell whether a module has an epsilon, at most one vector of weights, and nothing else.
+
+    A module whose `forward` was replaced is no such module.
+    """
     parameters = dict(module.named_parameters(recurse=False))
     is_bare = not [*module.children(), *module.buffers(recurse=False)]
     if not is_bare or parameters.keys() - {"weight"} or "forward" in vars(module):
@@ -58,7 +61,10 @@ def _eps(module: nn.Module) -> float | None:
 
 
 def _native_norm(self: ModelPart, x: Tensor, gate: Tensor | None = None) -> Tensor | None:
-    """Apply a norm in a prompt by the kernel, if its class computes the same; else return None."""
+    """Return a prompt's norm from the native kernel; None if the model's own code must run.
+
+    That is so outside prompts, and for inputs or classes of norms that the kernel does not compute.
+    """
     ops, weight, has_gate = active_operations(), _weight(self), gate is not None
     if ops is None or x.dtype not in VALUE_DTYPES or x.device.type != "cpu":
         return None
@@ -114,7 +120,10 @@ def _find_kind(
 def _norm(
     ops: PromptOperations, x: Tensor, gate: Tensor | None, weight: Tensor | None, kind: _Kind
 ) -> Tensor | None:
-    """Apply the norm to the rows of x natively; None if strides are irregular."""
+    """Return the norm of the rows of `x`, computed natively.
+
+    None if strides are irregular, or the gate is of another shape or dtype.
+    """
     cols = x.shape[-1] // kind.num_groups
     rows, gates = (
         None if part is None else part.unflatten(-1, (kind.num_groups, cols)) for part in (x, gate)

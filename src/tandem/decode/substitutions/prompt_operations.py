@@ -57,12 +57,11 @@ class PromptOperations(Meeting, TorchFunctionMode):
         super().__init__()
         self._threads = threads
         self._packed: dict[int, tuple[weakref.ref[Tensor], DenseWeight | None]] = {}
-        """Small weights in bf16, by the id of their tensor; None if bf16 does not hold it
-        exactly."""
+        """Small weights packed in bf16, by their tensor's id; None if large or rounded by bf16."""
         self._widened: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         """The bf16 tensor from which an fp32 tensor was converted, by the fp32 tensor's id."""
         self.norm_kinds: dict[object, object] = {}
-        """How each class of norms computes, as `norms` found it; kept here for `norms`."""
+        """How each class of norms computes; the module `norms` fills and reads this."""
 
     def __torch_function__(
         self,
@@ -177,7 +176,10 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return self._widened[id(x)][1] if id(x) in self._widened else x
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Return the product of a small layer if all values are exact in bf16; else None."""
+        """Return a small linear layer's product.
+
+        None if the layer is large, or bf16 would round its inputs, weights or bias.
+        """
         if not (_is_known(x) and _is_known(weight)) or self.before(x).dtype != torch.bfloat16:
             return None
         packed = self._pack(self.before(weight), bias)

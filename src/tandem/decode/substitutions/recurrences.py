@@ -49,7 +49,7 @@ def _convolve_token(
 def _convolve(
     handle: StateHandle, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    """Convolve (b, channels, n_tokens), keeping its shape."""
+    """Return `x` convolved by channel, (b, channels, n_tokens); advance the state of `handle`."""
     if activation not in (None, "silu", "swish"):
         raise NotInSlotsError(f"a short convolution with the activation {activation}")
     batch, channels, num_tokens = x.shape
@@ -73,7 +73,11 @@ def _delta_rule(
     cu_seqlens: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, State] | None:
-    """The gated delta rule; `g` has a decay per head, or per key value as in Kimi's attention."""
+    """Compute the gated delta rule; return its result and the state.
+
+    None if the state is not one of Tandem's, so that the model's own code must run. `g` has a decay
+    for each head or, as in Kimi's attention, for each value of a key.
+    """
     if not isinstance(initial_state, StateHandle) or cu_seqlens is not None:
         return None
     form = RecurrenceForm(
@@ -112,7 +116,10 @@ def _scan_prompt(
     z: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, State] | None:
-    """Mamba-2 over (b, n_tokens, heads, head_dim)."""
+    """Compute Mamba-2 over a prompt, (b, n_tokens, heads, head_dim); return the result and state.
+
+    None if the model's own code must run, as in all functions here.
+    """
     if not isinstance(initial_states, StateHandle) or z is not None:
         return None
     rate = _time_steps(dt, dt_bias, has_softplus=dt_softplus, limit=dt_limit)
@@ -134,7 +141,7 @@ def _scan_token(
     z: Tensor | None = None,
     **kwargs: object,
 ) -> Tensor | None:
-    """Mamba over one token, (b, channels), or Mamba-2, (b, heads, head_dim).
+    """Compute one token of Mamba, (b, channels), or of Mamba-2, (b, heads, head_dim).
 
     Mamba-2's arguments, except B and C, are expanded over the values of a head.
     """
@@ -159,7 +166,10 @@ def _scan(
     a: Tensor,
     skip: Tensor | None,
 ) -> Tensor:
-    """S = e^(a rate) S + B (x) rate x; out = C S + skip x, for x (n_tokens, heads, head_dim)."""
+    """Advance the state S to e^(a rate) S + outer(B, rate x); return C S + skip x.
+
+    `x` is (n_tokens, heads, head_dim); B is `key`, and C is `query`.
+    """
     num_heads, head_dim = x.shape[1:]
     form = RecurrenceForm(num_heads, key.shape[1], key.shape[2], head_dim, "head")
     skips = None if skip is None else skip.view(num_heads, -1).expand(num_heads, head_dim)
@@ -184,7 +194,10 @@ def _selective_scan_prompt(
     return_last_state: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, State] | None:
-    """Mamba over (b, channels, n_tokens), with the state handle that the convolution used."""
+    """Compute Mamba over a prompt, (b, channels, n_tokens); return the result and the state.
+
+    The state is the one that the convolution before this call used.
+    """
     cache = current_cache()
     handle = None if cache is None else cache.requested_state
     if handle is None or not return_last_state:
@@ -207,7 +220,10 @@ def _selective_scan(
     skip: Tensor | None,
     gate: Tensor | None,
 ) -> Tensor:
-    """S = e^(rate A) S + rate x (x) B; out = (C S + skip x) silu(gate), for x (n, channels)."""
+    """Advance the state S to e^(rate A) S + outer(rate x, B); return (C S + skip x) silu(gate).
+
+    `x` is (n_tokens, channels); B is `key`, and C is `query`.
+    """
     channels, key_dim = a.shape
     form = RecurrenceForm(1, 1, key_dim, channels, "pair")
     wide, rate = x.float(), rate.float()

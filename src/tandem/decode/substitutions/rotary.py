@@ -65,7 +65,10 @@ def _has_gpu_kernels() -> bool:
 
 
 def _rotated_on_gpu(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
-    """Return a step's heads (rows, ., ., dim) rotated by one kernel; None for other tables."""
+    """Return heads (b, ., ., dim) rotated by one kernel; None if it cannot read these shapes.
+
+    `heads` is the dimension of the heads, 1 or 2.
+    """
     from tandem.triton_kernels import operations
 
     if x.dim() != 4 or x.shape[3] % 2:
@@ -89,7 +92,10 @@ def _with_native(own: Function) -> Function:
 
 
 def _turns_halves(own: Function, count: int, *, is_partial: bool) -> bool:
-    """Return whether a function rotates halves, tried on heads of eight values."""
+    """Test a function: return whether it rotates heads of eight values by halves.
+
+    With `is_partial`, it must rotate the first four values only.
+    """
     x, cos, sin, results = _tried(own, count, 4 if is_partial else 8)
     rotated = cos.shape[-1]
     turned, rest = x[..., :rotated], x[..., rotated:]
@@ -108,7 +114,10 @@ def _turns_pairs(own: Function, count: int) -> bool:
 
 
 def _tried(own: Function, count: int, width: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return random heads, random tables of `width`, and the function's results; [] if it fails."""
+    """Return random heads, random `cos` and `sin` of `width`, and what `own` makes of them.
+
+    `count` is the number of tensors that `own` rotates. Its results are [] if it fails.
+    """
     random = torch.Generator().manual_seed(0)
     x = torch.randn((1, 2, 3, 8), generator=random, device="cpu")
     cos, sin = (torch.randn((1, 3, width), generator=random, device="cpu") for _ in range(2))

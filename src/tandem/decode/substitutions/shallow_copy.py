@@ -22,7 +22,7 @@ from tandem.kernels.torch_private import children_by_name, copy_module
 
 
 class ShallowCopy:
-    """A model's copy with substitutions, which is renewed when parts of the model are replaced."""
+    """Holds a model's copy with substitutions; copies again if modules of the model changed."""
 
     def __init__(self, model: nn.Module) -> None:
         """Copy a model."""
@@ -89,7 +89,10 @@ def _methods(module: ModelPart) -> dict[str, Function]:
 
 @functools.cache
 def with_functions(function: FunctionType) -> FunctionType | None:
-    """Copy a forward so that its calls of `FUNCTIONS` reach Tandem's; None if it makes none."""
+    """Return a copy of `function` that calls the substitutes of `FUNCTIONS`; None if it calls none.
+
+    Functions inside decorators (`__wrapped__`) are copied, too.
+    """
     inner = getattr(function, "__wrapped__", None)
     if inner is not None:
         changed = with_functions(inner)

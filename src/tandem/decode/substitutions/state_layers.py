@@ -36,7 +36,7 @@ def _lightning_attention(
     cache: DynamicCache | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Linear attention whose states decay at one rate per head, (b, n_tokens, width)."""
+    """Compute MiniMax's linear attention, (b, n_tokens, width); each head has a fixed decay."""
     handle = _handle(cache, self.layer_idx)
     heads, dim = self.num_attention_heads, self.head_dim
     mixed = self.act_fn(self.qkv_proj(hidden_states)).view(-1, heads, 3 * dim)
@@ -153,7 +153,7 @@ def _rows_of_ngrams(
 def _dilated_convolution(
     self: ModelPart, hidden_states: Tensor, cache: DynamicCache | None
 ) -> Tensor:
-    """Convolve each channel with a dilation, (b, n_tokens, channels)."""
+    """Convolve each channel, (b, n_tokens, channels), with the dilation of `conv1d`."""
 
     def operation() -> Convolution:
         weight, step = self.conv1d.weight.squeeze(1), self.conv1d.dilation[0]

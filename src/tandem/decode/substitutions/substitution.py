@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 
 
 class Substitution(NamedTuple):
-    """A method of some modules, and its replacement."""
+    """A replacement for one method of all modules that have the form `matches` tests."""
 
     matches: Callable[[ModelPart], bool]
     """Whether a module has the form that the substitute computes."""

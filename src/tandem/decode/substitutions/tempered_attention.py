@@ -29,7 +29,10 @@ def _attend(
     cache: DynamicCache | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None] | None:
-    """Attend without rotary embeddings, (b, n_tokens, width) in and out."""
+    """Attend without rotary embeddings, (b, n_tokens, width) in and out.
+
+    None outside Tandem's steps, where the model's own code must run.
+    """
     slots = current_cache()
     if slots is None or cache is None:
         return None

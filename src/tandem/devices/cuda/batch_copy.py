@@ -38,10 +38,10 @@ class _Attributes(ctypes.Structure):
 
 
 class BatchCopy:
-    """`cuMemcpyBatchAsync`."""
+    """Queues several copies by one call of the driver's `cuMemcpyBatchAsync`."""
 
     def __init__(self, function: Function) -> None:
-        """Call `function`, which has the driver's signature and returns its code."""
+        """Take the driver's function, which takes C types and returns the driver's code."""
         self._function = function
 
     def __call__(self, entries: Sequence[CopyEntry], stream: int) -> int:
@@ -79,5 +79,5 @@ def find_batch_copy(load: Callable[[str], object] = ctypes.CDLL) -> BatchCopy | 
 
 
 def is_worth_a_batch(entries: Sequence[CopyEntry]) -> bool:
-    """Tell whether one batched call is faster than single calls and still asynchronous."""
+    """Tell whether one batched call copies faster than single calls and returns without waiting."""
     return len(entries) > 1 and all(entry.num_bytes >= LEAST_BYTES for entry in entries)

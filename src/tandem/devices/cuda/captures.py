@@ -14,7 +14,7 @@ from tandem.kernels.torch_private import end_allocation_to_pool
 
 
 class Graph(Protocol):
-    """A captured piece of work."""
+    """Work that was captured, which can be queued again."""
 
     def replay(self) -> None:
         """Queue the work again, on the same memory."""
@@ -27,13 +27,16 @@ class Capture(Protocol):
     """
 
     def waits(self, *, allowed: bool) -> AbstractContextManager[None]:
-        """Inside, raise `RuntimeError` where work makes the host wait, unless waits are allowed."""
+        """Return a context manager in which a wait of the host is an error, unless `allowed`.
+
+        The error is a `RuntimeError`, raised where the host would wait.
+        """
 
     def begin(self) -> None:
         """Begin a segment: from now on work is captured, not executed."""
 
     def end(self) -> Graph:
-        """End the segment."""
+        """End the segment; return its graph."""
 
     def abandon(self) -> None:
         """Abandon the current segment, if any: from now on work is executed again."""
@@ -43,7 +46,7 @@ class CudaCapture:
     """Captures CUDA graphs on a stream of their own, with memory from one pool."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """Capture on a GPU; `begin` and `end` must be called inside `on_capture_stream`.
+        """Take a GPU; `begin` and `end` must be called inside `on_capture_stream`.
 
         Captures that share a `stream` share the workspaces that matrix products keep for it.
         """
@@ -53,7 +56,7 @@ class CudaCapture:
 
     @contextlib.contextmanager
     def waits(self, *, allowed: bool) -> Iterator[None]:
-        """Inside, let torch raise an error instead of making the host wait, unless `allowed`."""
+        """Make torch raise an error where the `with` body waits for the GPU, unless `allowed`."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns once that it does not find every wait
@@ -69,7 +72,7 @@ class CudaCapture:
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Graph:
-        """End the capture."""
+        """End the capture; return its graph."""
         assert self._graph is not None
         self._graph.capture_end()
         graph, self._graph = self._graph, None
@@ -99,10 +102,10 @@ class CudaCapture:
 
 @contextlib.contextmanager
 def on_capture_stream(capture: Capture) -> Iterator[None]:
-    """Make a capture's stream the current stream, without Python's garbage collection.
+    """Make a capture's stream the current stream in the `with` body; collect no garbage there.
 
-    Its work comes after the previous current stream's earlier work and before that stream's later
-    work.
+    The body's work comes after the earlier work of the stream that was current before, and before
+    that stream's later work.
     """
     if not isinstance(capture, CudaCapture):
         yield
@@ -124,7 +127,7 @@ def on_capture_stream(capture: Capture) -> Iterator[None]:
 
 
 def captured_work(work: Callable[[], None], capture: Capture, streams: CudaStreams) -> Graph:
-    """Return a graph of all that `work` queues."""
+    """Capture all that `work` queues on the compute stream; return the graph."""
     graphs = list[Graph]()
 
     def queue() -> None:

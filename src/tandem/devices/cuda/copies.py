@@ -50,9 +50,9 @@ class SlotEvents:
         self.read: dict[int, Event] = {}
 
     def note_read(self, claims: Sequence[Claim], event: Event) -> None:
-        """Record that the batch before `event` reads these slots.
+        """Record that the batch whose end is `event` reads the slots of `claims`.
 
-        `event` replaces an earlier read's event, because it comes later on the same stream.
+        `event` replaces the event of an earlier read, because it comes later on the same stream.
         """
         for slot, _ in claims:
             self.read[slot] = event
@@ -76,7 +76,7 @@ class Link(NamedTuple):
         return self.real if self.limit is None else min(self.limit, self.real)
 
     def pause_seconds(self, num_bytes: int) -> float:
-        """Return for how many seconds the link must pause after a copy to keep to `rate`."""
+        """Return the pause after a copy of `num_bytes` that lowers the link's speed to `rate`."""
         return num_bytes / self.rate - num_bytes / self.real
 
     def most_ahead(self, num_bytes: int) -> int:
@@ -132,7 +132,7 @@ class CudaCopyEngine:
         events: SlotEvents,
         link: Link,
     ) -> None:
-        """Copy from a store into slots on the device of `streams`."""
+        """Take the store to copy from, the slots to copy into, and the streams of their device."""
         self.slots = slots
         self._store = store
         self._geometry = geometry
@@ -152,7 +152,7 @@ class CudaCopyEngine:
         events.clear()
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Queue copies, several per driver call; hold them until `flush` unless `is_needed`."""
+        """Queue needed copies, several per driver call; hold prefetches until `flush`."""
         if not is_needed:
             self._kept += [self._job(copy, is_ahead=True) for copy in copies]
             return
@@ -166,7 +166,7 @@ class CudaCopyEngine:
         return _Job(copy, generation, is_ahead=is_ahead, leaves=leaves)
 
     def flush(self) -> None:
-        """Queue held copies whose bytes are in memory if the link is about to run out of work."""
+        """Queue held copies whose bytes are in host memory, if the link has little left to do."""
         first = islice(self._kept, max(0, self._most_ahead - self._num_ahead))
         come = [job for job in first if self._has_come(job)]
         if come:
@@ -179,17 +179,23 @@ class CudaCopyEngine:
         return job.held is not None and job.held.has_come()
 
     def _take(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue held copies."""
+        """Queue `jobs`, which must be held, and hold them no longer."""
         for job in jobs:
             self._kept.remove(job)
         self._queue(jobs, stream)
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim slots; the compute stream will wait for copies into them that are not done."""
+        """Claim slots for a batch that reads the experts `keys`; return the claims.
+
+        Before the batch, the compute stream waits for copies into these slots that are not done.
+        """
         return self.slots.begin_use(slots, keys, self._fill)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
-        """Return (layer, expert, time) of copies that ended since the last call; never waits."""
+        """Return (layer, expert, time) of copies that ended since the last call; then `flush`.
+
+        Never waits.
+        """
         arrived = []
         for queue in self._under_way.values():
             while queue and queue[0].done.query():
@@ -238,7 +244,10 @@ class CudaCopyEngine:
         self._events.clear()
 
     def _queue(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies on a stream, in groups of as many experts as host slots can hold at once."""
+        """Queue copies on a stream, in groups of as many experts as host slots can hold at once.
+
+        Waits for experts that must be read from a disk.
+        """
         held: list[_Job] = []
         for job in jobs:
             self._has_come(job)  # starts all reads that there is room for
@@ -252,7 +261,7 @@ class CudaCopyEngine:
         self._copy(held, stream)
 
     def _held_in_turn(self, copy: Copy) -> HeldExpert:
-        """Hold an expert in a host slot that a queued copy has released; waits for such copies."""
+        """Hold an expert in host memory; wait for queued copies until one releases a host slot."""
         layer, held = self._store[copy.layer], None
         for job, done in chain(*self._under_way.values()):
             if job.held is not None:
@@ -264,7 +273,10 @@ class CudaCopyEngine:
         return layer.hold(copy.expert)
 
     def _copy(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies of experts in memory, after all uses of their slots; mark them as landed."""
+        """Queue copies of experts that are in host memory, and mark the copies as landed.
+
+        The stream first waits until earlier reads of the slots, and copies into them, have ended.
+        """
         if not jobs:
             return
         events, streams, slots = self._events, self._streams, self.slots
@@ -298,7 +310,7 @@ class CudaCopyEngine:
             slots.land(job.copy.slot, job.generation)
 
     def _taken_back(self, key: int) -> HeldExpert | None:
-        """Return host memory for an expert that leaves its slot; None: do not copy it back."""
+        """Return the host memory to which an evicted expert is copied back; None if it is not."""
         if key == NOTHING:
             return None
         layer, expert = self._geometry.expert_id(key)

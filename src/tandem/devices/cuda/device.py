@@ -49,9 +49,10 @@ class CudaDevice(Device):
         on_busy: Callable[[float], None] | None = None,
         is_watched: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Compute with `kernels` on the GPU of `streams`; pin at most `pin_limit_bytes`.
+        """Take a GPU's streams, and the kernels that compute its batches.
 
-        `on_busy` receives each batch's seconds once they are known, while `is_watched` is true.
+        `pin` pins at most `pin_limit_bytes` of host memory; None: no limit. `on_busy` receives each
+        batch's seconds once they are known, while `is_watched` returns True.
         """
         self.streams = streams
         self.events = SlotEvents()
@@ -128,7 +129,7 @@ class CudaDevice(Device):
             self._on_busy(seconds)
 
     def forget_rows(self) -> None:
-        """Wait for the device, and let the next call allocate new memory for rows."""
+        """Wait for the device, and forget the memory of rows; the next layer call allocates it."""
         self._batches.clear()
         with contextlib.suppress(RuntimeError):
             self.streams.synchronize()
@@ -171,7 +172,7 @@ class CudaDevice(Device):
         self.streams.run(Stream.COMPUTE, copy)
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
-        """Queue the copy of the tables now; return a function that queues the weighted sum."""
+        """Queue the copy of `row_of` now; return a function that queues the weighted sum."""
         num_tokens, staged = row_of.shape[0], self._staged(row_of)
         on_device: list[Tensor] = []
         self.streams.run(Stream.COMPUTE, lambda: on_device.append(self._copied(staged)))
@@ -188,7 +189,7 @@ class CudaDevice(Device):
         return sum_rows
 
     def close(self) -> None:
-        """Wait for the GPU, unpin memory, and lift the limit on its memory."""
+        """Wait for the GPU, unpin host memory, and lift the limit on the GPU's memory."""
         with contextlib.suppress(RuntimeError):  # the error of a GPU that is no longer used
             self.streams.synchronize()
         while self._pinned:

@@ -16,14 +16,14 @@ Function = Callable[..., int]
 
 
 class DriverError(RuntimeError):
-    """A driver function returned an error code."""
+    """A driver function returned an error code, or the driver lacks the function."""
 
 
 class Driver:
-    """Looks up driver functions."""
+    """Looks up functions of a loaded driver library."""
 
     def __init__(self, library: Any) -> None:
-        """Use a loaded library; raises `AttributeError` if its driver is older than CUDA 12."""
+        """Take a loaded library; raises `AttributeError` if its driver is older than CUDA 12."""
         self._get_address = library.cuGetProcAddress_v2
 
     def find(self, name: str, version: int, *argument_types: type) -> Function | None:
@@ -41,7 +41,10 @@ class Driver:
         return ctypes.CFUNCTYPE(ctypes.c_int, *argument_types)(address.value)
 
     def require(self, name: str, version: int, *argument_types: type) -> Function:
-        """Return a function that raises `DriverError` instead of returning a code."""
+        """Return a function as `find` does; a call raises `DriverError` for an error code.
+
+        Raises `DriverError` if the driver is older.
+        """
         function = self.find(name, version, *argument_types)
         if function is None:
             raise DriverError(f"the driver has no {name} of CUDA {version // 1000}")

@@ -22,7 +22,7 @@ class HostEmbedding(nn.Module):
     """Takes the place of a model's embeddings, which stay in host memory; has no parameters."""
 
     def __init__(self, on_host: ModelPart, device: torch.device) -> None:
-        """Read rows by calling `on_host`, embeddings on the CPU."""
+        """Take the model's embeddings on the CPU, and the device to which their rows are copied."""
         super().__init__()
         self._on_host = (on_host,)  # not a submodule, so moving the model does not move it
         self.device = device
@@ -42,7 +42,10 @@ class HostEmbedding(nn.Module):
         return found
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the tokens' embeddings on the device: (...) int64 -> (..., embedding_dim)."""
+        """Return the tokens' embeddings on the device: (...) int64 -> (..., embedding_dim).
+
+        If `given_rows` gives rows in the shape of `ids`, the result is these rows.
+        """
         given = _GIVEN.get()
         if given is not None and given.shape[:-1] == ids.shape:
             return given
@@ -65,7 +68,10 @@ class HostEmbedding(nn.Module):
 
 @contextmanager
 def given_rows(rows: Tensor | None) -> Iterator[None]:
-    """Inside, use `rows` as the embeddings of a model call's ids; None: the call reads them."""
+    """Use `rows` as the embeddings of the ids in the `with` body's model call.
+
+    None: the model call reads the ids' embeddings itself.
+    """
     token = _GIVEN.set(rows)
     try:
         yield
@@ -74,13 +80,16 @@ def given_rows(rows: Tensor | None) -> Iterator[None]:
 
 
 class StepRows:
-    """The embeddings of decode steps, at a fixed address of the device."""
+    """The embeddings of a step's tokens, at a fixed address on the device."""
 
     def __init__(self, embeddings: nn.Module, num_slots: int) -> None:
-        """Allocate memory for `num_slots` slots, unless the embeddings are on the device."""
+        """Allocate memory for steps of `num_slots` tokens, unless the device has all embeddings."""
         self._source = embeddings if isinstance(embeddings, HostEmbedding) else None
         self.memory: Tensor | None = None
-        """(num_slots, 1, embedding_dim); None: the embeddings are on the device."""
+        """The embeddings of a step's tokens, (num_slots, 1, embedding_dim).
+
+        None if the device has all embeddings.
+        """
         if self._source is not None:
             shape = num_slots, 1, self._source.embedding_dim
             with torch.inference_mode(False):
@@ -90,7 +99,7 @@ class StepRows:
             self._twin = HostTwin(self.memory)
 
     def upload(self, ids: Sequence[int]) -> None:
-        """Queue the copy of the embeddings of a step's tokens, one for each slot."""
+        """Queue the copy of the embeddings of a step's tokens to `memory`, if there is memory."""
         if self._source is not None and self.memory is not None:
             self._twin.upload(self._source.rows(ids)[:, None])
 

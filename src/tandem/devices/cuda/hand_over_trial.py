@@ -140,7 +140,10 @@ def wake_seconds() -> float:
 
 
 class Trial:
-    """One-token layers whose only expert the host computes, in one mailbox."""
+    """Hands layers of one token over to the host through a mailbox of its own, and times them.
+
+    A layer's token chooses one expert, which the host must compute, or none.
+    """
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class Trial:
         make_capture: Callable[[], Capture] | None = None,
         limits: TrialLimits | None = None,
     ) -> None:
-        """Allocate memory; raises `RuntimeError` if there is none that both sides can access."""
+        """Allocate the mailbox; raises `RuntimeError` if no memory is accessible to both sides."""
         from tandem.devices.cuda import handing
 
         self.signals, self._streams, self._make_capture = signals, streams, make_capture
@@ -187,9 +190,10 @@ class Trial:
         self._is_lost = False
 
     def works(self) -> bool:
-        """Tell whether a layer can be handed over, in a graph if possible; waits, but not for ever.
+        """Hand layers over, also in a graph if there is `make_capture`; return whether all arrive.
 
-        The host always sets the word that the stream waits for, even after a failure.
+        Waits for a limited time. The host always sets the word that the stream waits for, even
+        after a failure.
         """
         streams = self._streams
         streams.run(Stream.COMPUTE, self._load)
@@ -213,8 +217,9 @@ class Trial:
     def layer_seconds(self, expert: int, *, fetches: bool = False, asks: bool = False) -> float:
         """Return the seconds of a layer whose only token has chosen `expert`.
 
-        With `fetches` the layer also runs `take_fetched` and launches its hits a second time; with
-        `asks` it also runs the next layer's router ahead.
+        `expert` is `_ABSENT`, for which the host answers, or `_NO_EXPERT`. With `fetches` the layer
+        also runs `take_fetched` and launches its hits a second time; with `asks` it also runs the
+        next layer's router ahead.
         """
 
         def work() -> None:
@@ -279,9 +284,10 @@ class Trial:
         self._done.fill_(1)
 
     def _once(self, launch: Callable[[], None], expert: int) -> float:
-        """Launch the layers and return their seconds; nothing stays waiting, even after an error.
+        """Launch the layers and return their seconds; the stream is free then, even after an error.
 
-        With the expert `_ABSENT`, a thread answers the layers.
+        With the expert `_ABSENT`, a thread answers the layers. Raises `RuntimeError` if a signal
+        does not arrive.
         """
         self._words.zero_()
         is_over = threading.Event()

@@ -28,7 +28,7 @@ from tandem.triton_kernels.experts import TritonExperts
 
 
 class HandedLayers:
-    """The layers of a captured step of one size; a call queues the kernels of one layer."""
+    """Queues the layers of captured steps of one size; a call queues the kernels of one layer."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class HandedLayers:
         fetches: bool = False,
         routers: Sequence[LookAheadRouter | None] = (),
     ) -> None:
-        """Hand over through a mailbox in `memory` (num_bytes,) uint8, which must be mapped.
+        """Take a mailbox of the layout `box` in `memory` (num_bytes,) uint8, which must be mapped.
 
         `table` (layers, experts) int64 on the device has the address of each resident expert, 0 for
         all other experts. All mailboxes share `words`, because only one step is under way at a
         time. `fetches` tells whether the host may answer with addresses of fetched experts.
-        `routers` are the routers of all layers but the first, which are run ahead; None: that
-        layer's router is not.
+        `routers` has, for each layer but the first, the router to run ahead; None if it cannot be
+        run ahead.
         """
         self._store, self._box, self._memory, self._table = store, box, memory, table
         self._experts, self._signals = experts, signals
@@ -69,14 +69,17 @@ class HandedLayers:
         return is_plain and is_packed and len(index) <= MAX_GRAPH_TOKENS
 
     def take_router_input(self, layer: int, hidden: Tensor) -> None:
-        """Keep the input of a layer's router in this step: (n_tokens, hidden_size)."""
+        """Keep the input of a layer's router, (n_tokens, hidden_size), until the layer is queued.
+
+        The next layer's router is run ahead on it.
+        """
         if layer < len(self._routers) and self._routers[layer] is not None:
             self._router_inputs[layer] = hidden.contiguous()
 
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor | None:
-        """Queue a layer for the step's tokens; return its result; None: it needs a graph break."""
+        """Queue a layer and return its result; None if it cannot be handed over."""
         if not self.serves(layer, functions, index):
             return None
         host = self._store[layer]
@@ -97,7 +100,7 @@ class HandedLayers:
         )  # fmt: skip
 
     def _next_router(self, layer: int) -> handing.NextRouter | None:
-        """Return the next layer's router and its input; None: the router is not run ahead."""
+        """Return the next layer's router and its input; None if the router is not run ahead."""
         router_input = self._router_inputs.pop(layer, None)
         router = None if router_input is None else self._routers[layer]
         return (
@@ -107,8 +110,9 @@ class HandedLayers:
         )
 
     def launch_once(self, hidden: Tensor, top_k: int) -> None:
-        """Queue all kernels of a layer except the experts', for tokens that have chosen no
-        expert.
+        """Queue a layer's kernels once, except the experts', for tokens that have chosen no expert.
+
+        Nothing waits, because no expert is missing.
         """
         with torch.inference_mode(False):
             index = torch.full((len(hidden), top_k), -1, device=hidden.device)

@@ -102,7 +102,7 @@ class HandedSteps(CapturedSteps):
         self._link = _native.DriverLink(library, self._device_table.data_ptr())
 
     def link(self) -> _native.DriverLink | None:
-        """Return how the copying thread reaches the GPU; None: slots are host memory."""
+        """Return the copying thread's access to the GPU; None if slots are in host memory."""
         return self._link
 
     def layers(self, size: int) -> "HandedLayers":
@@ -127,7 +127,7 @@ class HandedSteps(CapturedSteps):
         return self._layers[size][1]
 
     def _routers_for(self, size: int) -> Sequence[LookAheadRouter | None]:
-        """Return the routers that a step of `size` tokens runs ahead."""
+        """Return the routers that a step of `size` tokens runs ahead; empty if it runs none."""
         return self._routers if self.asks(size) else ()
 
     def _mailbox(self, size: int) -> tuple[_native.MailboxLayout, Tensor]:
@@ -144,7 +144,7 @@ class HandedSteps(CapturedSteps):
         return [partial(self._launch_once, size) for size in CAPTURE_SIZES]
 
     def _launch_once(self, size: int) -> None:
-        """Hand over a layer without misses, which needs no answer: this compiles the kernels."""
+        """Compile the kernels of steps of `size` tokens: queue a layer that needs no answer."""
         from tandem.devices.cuda.handed_layers import HandedLayers
 
         box, memory = self._mailbox(size)
@@ -220,10 +220,10 @@ def handed_steps(
     bytes_per_second: float | None,
     routers: Sequence[LookAheadRouter | None] | None = None,
 ) -> HandedSteps | None:
-    """Return captured steps, or None if GPU and host of this machine have no working signals.
+    """Return captured steps that hand layers over; None if GPU and host cannot hand over here.
 
-    Steps then run as graph segments, and a warning says why. Also returns None, without a warning,
-    if the device has no kernels for grouped experts. `routers` may be run ahead, see `HandedSteps`.
+    Steps then run as graph segments, and a warning says why. Also None, without a warning, if the
+    device has no kernels for grouped experts. `routers` is as in `HandedSteps`.
     """
     experts, is_gpu = device.grouped_experts, device.streams.device.type == "cuda"
     if experts is None:

@@ -191,10 +191,10 @@ def combine(
     layer: int,
     wait_seconds: float,
 ) -> None:
-    """Sum the GPU's and the host's rows in the router's order; see `hand_over.combine`.
+    """Queue the sum of the GPU's and the host's rows to `out`, in the order of the router's choice.
 
     Unless `wait_seconds` is 0, the kernel itself waits for the host, at most this long. As on the
-    CPU, multiplications and additions are not fused.
+    CPU, multiplications and additions are not fused. See `hand_over.combine`.
     """
     num_tokens, num_cols = out.shape
     hand_over.combine[-(-num_cols // _COMBINE_COLS), num_tokens](

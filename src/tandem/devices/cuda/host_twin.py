@@ -10,7 +10,7 @@ class HostTwin:
     """The host copy of a device tensor, pinned if the tensor is on a GPU."""
 
     def __init__(self, target: Tensor) -> None:
-        """Copy to `target`, whose address does not change."""
+        """Allocate a host buffer of the size of `target`; `upload` writes to `target` in place."""
         self._target, self._is_cuda = target, target.device.type == "cuda"
         with torch.inference_mode(False):
             host = torch.zeros(target.shape, dtype=target.dtype, device="cpu")
@@ -18,7 +18,7 @@ class HostTwin:
         self._copied: torch.cuda.Event | None = None
 
     def upload(self, values: Sequence[object] | Tensor) -> None:
-        """Queue the copy of values to the device; there must be as many as the target has."""
+        """Queue the copy of `values` to the target; there must be as many as the target has."""
         # Waits only after an error; otherwise a step has waited for this copy.
         if self._copied is not None:
             self._copied.synchronize()
@@ -33,6 +33,6 @@ class HostTwin:
 
 
 def on_its_way(numbers: Sequence[object], device: torch.device) -> Tensor:
-    """Return numbers on the host, pinned if `device` is a GPU: a copy to it then does not wait."""
+    """Return numbers as a host tensor; for a GPU it is pinned, so that the copy does not wait."""
     host = torch.tensor(numbers, device="cpu")
     return host.pin_memory() if device.type == "cuda" else host

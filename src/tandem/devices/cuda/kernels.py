@@ -41,11 +41,11 @@ class TorchKernels:
     def compilations(
         self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
     ) -> Sequence[Callable[[], None]]:
-        """Return callables that compile, on the current stream, all kernels for these layers."""
+        """Return no callables, because torch compiles no kernels."""
         return ()
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
-        """Do the host's part of computing a batch from the experts of `use` into its `out`."""
+        """Do the host's part of a batch, whose experts are in `use`; return what is left to do."""
         images = use.images()
         return Prepared(batch.token, lambda token: compute_in_torch(batch, token, images))
 
@@ -71,14 +71,17 @@ class TritonKernels:
     name = "triton"
 
     def __init__(self, experts: "TritonExperts") -> None:
-        """Launch the kernels of `experts`."""
+        """Take the kernels for packed experts."""
         self._experts = experts
         self._torch = TorchKernels()
 
     def compilations(
         self, layers: Sequence[LayerFunctions], dtype: torch.dtype, top_k: int, device: torch.device
     ) -> Sequence[Callable[[], None]]:
-        """Return callables that launch every kernel once for each layout and activation."""
+        """Return callables that compile the kernels for each layout and activation of `layers`.
+
+        Each launches a kernel once, on the current stream.
+        """
         from tandem.triton_kernels.variants import variants
 
         different = {
@@ -101,7 +104,7 @@ class TritonKernels:
         ]
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
-        """Build the kernels' table of experts' addresses and routed tokens, on the host."""
+        """Build a batch's table of expert addresses and routed tokens; return it and its launch."""
         from tandem.triton_kernels.rows import row_table
 
         layer, functions = batch.layer, batch.functions
@@ -127,7 +130,7 @@ class TritonKernels:
 
     @property
     def grouped(self) -> "TritonExperts":
-        """The Triton kernels."""
+        """The Triton kernels, which find experts by their addresses on the device."""
         return self._experts
 
 

@@ -22,9 +22,10 @@ class DeviceLinear(nn.Module):
         values_dtype: torch.dtype,
         input_order: Tensor | None = None,
     ) -> None:
-        """Use a packed weight; `values_dtype` is the dtype of the layer that this one replaces.
+        """Take a packed weight; `values_dtype` is the dtype of the layer that this one replaces.
 
-        `input_order` (in_features,), on the device, has the input of each column of the weight.
+        `input_order` (in_features,), on the device, has the number of the input that each column of
+        the weight multiplies; None: columns are in the inputs' order.
         """
         super().__init__()
         self.packed = weight
@@ -84,7 +85,10 @@ class DeviceLinear(nn.Module):
 
 
 def linear_compilations(model: nn.Module, device: torch.device) -> list[Callable[[], None]]:
-    """Return callables that compile a model's packed linear layers for any number of tokens."""
+    """Return callables that compile the kernels of a model's packed linear layers.
+
+    They serve any number of tokens.
+    """
     from tandem.triton_kernels.rows import TILE_ROWS, VECTOR_TOKENS
 
     # Layers of one kind share kernels: Triton compiles by whether shapes are multiples of 16.

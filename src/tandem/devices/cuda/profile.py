@@ -70,9 +70,9 @@ def measure_device(
     """Return a profile with measured costs of the GPU, the link and the host's work.
 
     The CPU's costs are unchanged. In `profile` the dense parts must already be measured on the GPU,
-    and the host's work must be a layer's wait for its router. The store should be pinned. `graph`
-    gets the seconds of a fetched expert's launch, and returns the host costs of steps that are one
-    graph; None: no step is one graph.
+    and the host costs of a layer must be its wait for the router's choice. The store should be
+    pinned. `graph` gets the seconds of a fetched expert's launch, and returns the host costs of
+    steps that are one graph; None: no step is one graph.
     """
     bench = _Bench(device, experts)
     (shape,) = profile.shapes
@@ -141,7 +141,7 @@ class _Bench:
         return median(self._copy_seconds() for _ in range(REPETITIONS))
 
     def slowdowns(self, link: float) -> tuple[float, float]:
-        """Return by how much CPU and link slow each other down: (CPU, link), each at least 1."""
+        """Return the factors by which CPU and link slow each other down: (CPU, link), 1 or more."""
         batch = self._batch(self._several, 1, torch.device("cpu"))
         alone = median(self._cpu_seconds(batch) for _ in range(REPETITIONS))
         computed = list[float]()
@@ -191,7 +191,7 @@ class _Bench:
         return median(once() for _ in range(REPETITIONS))
 
     def hand_off(self) -> Tensor:
-        """Queue a layer of one token with resident experts: all work after the router's choice."""
+        """Queue all work after the router's choice, for one token with resident experts."""
         streams, count = self._device.streams, min(self._several, self._top_k)
         index = torch.arange(count, device="cpu")[None]
         routing = Routing(index, self._store[0].arrivals.num_experts)
@@ -213,7 +213,7 @@ class _Bench:
         return self.host_seconds(launch)
 
     def upload_seconds(self) -> float:
-        """Return the seconds that copying a layer's rows from the CPU to the GPU takes; waits."""
+        """Return the seconds of copying the CPU's rows of one token and layer to the GPU; waits."""
         count = self._top_k
         host = self._device.host_rows(count, self._experts.hidden_size)
         there = self._device.rows(count, self._experts.hidden_size)

@@ -34,7 +34,7 @@ class ResidentLayers:
     """Computes the layers of a cache that has a slot for every expert."""
 
     def __init__(self, cache: ExpertCache, experts: "TritonExperts", streams: CudaStreams) -> None:
-        """Compute with `experts` from a cache's slots on the device of `streams`."""
+        """Take the cache, the kernels `experts`, and the streams of the device with the slots."""
         self._cache, self._experts, self._streams = cache, experts, streams
         self._device = streams.device
         self._noted = deque[tuple[int, Tensor, Event]]()  # (layer, choice, event after its copy)
@@ -65,7 +65,7 @@ class ResidentLayers:
         top_k_weights: Tensor,
         functions: ExpertFunctions,
     ) -> Tensor:
-        """Queue a layer; see `Executor`."""
+        """Queue a layer; return its result, as `Executor.execute` does."""
         from tandem.triton_kernels import sorting
 
         host = self._cache.store[layer]
@@ -84,7 +84,7 @@ class ResidentLayers:
         return out
 
     def note(self, layer: int, top_k_index: Tensor) -> None:
-        """Queue the copy of a choice to the host; `noted` reports it."""
+        """Queue the copy of a router's choice to the host; `noted` will report it."""
         streams = self._streams
         with torch.inference_mode(False):
             memory = streams.pinned(top_k_index.nbytes)
@@ -124,7 +124,10 @@ class ResidentLayers:
 
 
 def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted:
-    """Return the event of a layer whose experts are all resident; `chosen` is on the host."""
+    """Return the event of a layer whose experts are all resident.
+
+    `chosen` is the router's choice, on the host; `now` is the layer's begin and end.
+    """
     routing = Routing(chosen, host.arrivals.num_experts)
     experts = routing.experts
     plan = LayerPlan(host.layer, experts, (), (), (), (), (), 0.0, 0.0, len(experts))
@@ -142,7 +145,10 @@ def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted
 
 
 def each_row_alone(addresses: Tensor, num_tokens: int, top_k: int) -> GroupedRows:
-    """Return every (token, choice) as a group of its own, at its expert's address."""
+    """Return the groups for kernels in which every routed token is a group of its own.
+
+    `addresses` has the address of each routed token's expert.
+    """
     every, token = _row_tables(num_tokens, top_k, addresses.device)
     none = every[:0]
     return GroupedRows(addresses, every, token, none, none, most_tokens=1, block_rows=0)
@@ -150,7 +156,7 @@ def each_row_alone(addresses: Tensor, num_tokens: int, top_k: int) -> GroupedRow
 
 @lru_cache(maxsize=64)
 def _row_tables(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row numbers from 0 to the number of rows inclusive, and each row's token."""
+    """Return the numbers of routed tokens, 0 to their count inclusive, and each one's token."""
     with torch.inference_mode(False):
         every = torch.arange(num_tokens * top_k + 1, dtype=torch.int32, device=device)
         return every, torch.div(every[:-1], top_k, rounding_mode="floor")

@@ -35,8 +35,8 @@ class Signals(Protocol):
 
     name: str
     wait_seconds: float
-    """The longest time that the combine kernel waits, if kernels set the doorbell and wait; 0 if
-    stream operations do."""
+    """The longest time that a kernel waits, if kernels set the doorbell and wait; 0 if stream
+    operations do."""
 
     def ring(self, doorbell: Tensor) -> None:
         """Queue `doorbell = 1` after all queued work; a no-op if kernels set the doorbell."""
@@ -48,12 +48,12 @@ class Signals(Protocol):
 
 
 class StreamSignals(Signals):
-    """The driver's `cuStreamWriteValue32` and `cuStreamWaitValue32` on torch's current stream."""
+    """Signals by the driver's `cuStreamWriteValue32` and `cuStreamWaitValue32`, in stream order."""
 
     name, wait_seconds = "stream operations", 0.0
 
     def __init__(self, driver: Driver, current_stream: Callable[[], int]) -> None:
-        """Queue on the stream that `current_stream` returns.
+        """Look up the functions; `current_stream` returns the stream on which they will be queued.
 
         Raises `DriverError` if the driver lacks the functions. Whether they work shows only in use,
         because the device attribute for stream operations is about their older versions.
@@ -87,12 +87,15 @@ class StreamSignals(Signals):
 
 
 class KernelSignals(Signals):
-    """The publish kernel sets the doorbell, the combine kernel polls `done`; queues no signals."""
+    """Signals by the hand-over kernels themselves; `ring` and `wait` queue nothing.
+
+    The publish kernel sets the doorbell, and the next kernel that needs the answer polls `done`.
+    """
 
     name = "polling kernels"
 
     def __init__(self, wait_seconds: float) -> None:
-        """Wait at most `wait_seconds`, by the GPU's clock."""
+        """Let kernels wait at most `wait_seconds`, by the GPU's clock."""
         self.wait_seconds = wait_seconds
 
 

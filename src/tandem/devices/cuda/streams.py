@@ -76,7 +76,7 @@ class CudaStreams:
         }
 
     def run(self, stream: Stream, work: Work) -> None:
-        """Queue `work` on a stream, to which the memory that `work` allocates then belongs."""
+        """Call `work` so that it queues on `stream` and allocates memory that is the stream's."""
         if stream is Stream.COMPUTE:  # the current stream of this GPU
             with torch.cuda.device(self.device):
                 work()

@@ -15,8 +15,8 @@ class Clock(Protocol):
     """The planner's time. `run_dense`, `issue` and `run` have an effect only on a virtual clock.
 
     `cpu_busy`, `gpu_busy` and `link_busy` are the seconds that CPU, GPU and link have worked.
-    Measuring a GPU's time costs two timed events per batch, so `gpu_busy` is counted only while
-    there are `watchers`.
+    Measuring a GPU's time costs two timed events per batch, so `gpu_busy` grows only while
+    `watchers`, the number of readers of these counters, is above 0.
     """
 
     cpu_busy: float
@@ -29,26 +29,26 @@ class Clock(Protocol):
         """Seconds since some fixed moment."""
 
     def run_dense(self, num_tokens: int) -> None:
-        """Advance over the dense part of a layer."""
+        """Advance by the time of one layer's dense parts for `num_tokens` tokens."""
         return
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
-        """Return (layer, expert, seconds) of copies that have ended by now, each once."""
+        """Return (layer, expert, end time in seconds) of copies that ended since the last call."""
 
     def issue(self, copies: tuple[Copy, ...]) -> None:
-        """Queue prefetches for a step's first layer."""
+        """Queue on the link the prefetches that begin with a step, before its first layer."""
         return
 
     def run(self, load: LayerLoad, plan: LayerPlan) -> None:
-        """Advance over the experts of a layer, with the copies of its plan."""
+        """Queue a plan's copies on the link and advance by the time of the layer's experts."""
         return
 
 
 class WallClock(Clock):
-    """Real time, which passes by itself; each processor adds up its own work."""
+    """Real time, which passes by itself; CPU, device and link report their busy seconds to it."""
 
     def __init__(self) -> None:
-        """Start with no work counted."""
+        """Start all busy counters at 0, without watchers."""
         self.cpu_busy = self.gpu_busy = self.link_busy = 0.0
         self.watchers = 0
 
@@ -57,15 +57,15 @@ class WallClock(Clock):
         return self.watchers > 0
 
     def add_cpu(self, seconds: float) -> None:
-        """Count work of the CPU; only one thread may write each counter."""
+        """Add busy seconds of the CPU. Each counter may be written by one thread only."""
         self.cpu_busy += seconds
 
     def add_gpu(self, seconds: float) -> None:
-        """Count work of the device."""
+        """Add busy seconds of the device."""
         self.gpu_busy += seconds
 
     def add_link(self, seconds: float) -> None:
-        """Count work of the link."""
+        """Add busy seconds of the link."""
         self.link_busy += seconds
 
     @property

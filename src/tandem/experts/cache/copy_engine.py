@@ -29,20 +29,23 @@ class CopyEngine(Protocol):
     slots: Slots
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Queue copies; copies that a layer waits for (`is_needed`) precede prefetches."""
+        """Queue copies; copies that a layer waits for (`is_needed`) precede queued prefetches."""
 
     def flush(self) -> None:
         """Start submitted prefetches; to be called after the last of several `submit` calls."""
         return
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim slots for a batch that is about to be launched."""
+        """Claim `slots` for a batch about to be launched; they must be planned for `keys`."""
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
-        """Return (layer, expert, seconds) of ended copies, each once, in the order of seconds."""
+        """Return (layer, expert, end time in seconds) of copies that ended since the last call.
+
+        The earliest end comes first.
+        """
 
     def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Cancel copies of a layer that have not begun; returns their experts."""
+        """Cancel the copies of these experts that have not begun; return the cancelled experts."""
 
     def drain(self) -> None:
         """Wait until every copy has ended or failed."""
@@ -56,7 +59,7 @@ class VirtualCopyEngine(CopyEngine):
     """Copies with durations from a virtual clock; the bytes move when something waits for them."""
 
     def __init__(self, store: HostStore, slots: Slots, geometry: Geometry, clock: Clock) -> None:
-        """Copy from `store` to `slots`."""
+        """Prepare copies from `store` to `slots`; `clock` says when each ends."""
         self.slots = slots
         self._store = store
         self._geometry = geometry
@@ -80,11 +83,11 @@ class VirtualCopyEngine(CopyEngine):
         self._claim_of[copy.layer, copy.expert] = claim
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim slots; pending bytes move when the slots' images are read."""
+        """Claim slots; bytes not yet copied into them move when the batch reads the slots."""
         return self.slots.begin_use(slots, keys, self._fill if self._pending else None)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
-        """Yield the clock's arrivals, each after its bytes have moved."""
+        """Yield the copies that the clock reports as ended, each after its bytes have moved."""
         for arrival in self._clock.arrivals():
             claim = self._claim_of.pop(arrival[:2], None)
             if claim in self._pending:
@@ -97,7 +100,7 @@ class VirtualCopyEngine(CopyEngine):
         return []
 
     def drain(self) -> None:
-        """Move all bytes now."""
+        """Move the bytes of all pending copies now."""
         self._fill(list(self._pending))
 
     def _fill(self, claims: Sequence[Claim]) -> None:
@@ -114,7 +117,10 @@ class VirtualCopyEngine(CopyEngine):
 
 
 def copy_image(store: HostStore, layer: int, expert: int, memory: Tensor) -> None:
-    """Copy one expert whole; to a GPU, on the current stream and without waiting."""
+    """Copy an expert's bytes from the host store to a slot's `memory`.
+
+    A copy to a GPU is queued on the current stream; this call does not wait for it.
+    """
     with store[layer].hold(expert) as extents:
         for offset, data in extents:
             memory[offset : offset + len(data)].copy_(data, non_blocking=True)

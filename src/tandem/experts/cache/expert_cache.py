@@ -39,7 +39,7 @@ class Machine:
 
 
 class ExpertCache:
-    """The slots, copy engine and planner of one size; a resize replaces them."""
+    """One device's slots, with their copy engine and planner; `resize` replaces all three."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class ExpertCache:
         return self.engine.slots.num_slots
 
     def set_sizes(self, num_slots: int) -> list[int]:
-        """Return how the planner would divide `num_slots` slots into sets."""
+        """Return the size of each set if the planner divided `num_slots` slots into its sets."""
         return self.settings.set_sizes(self.geometry, num_slots)
 
     def resident(self) -> list[int]:
-        """Return the keys of resident experts by ascending score, without staged experts."""
+        """Return the keys of resident experts, the lowest score first; not of staged experts."""
         residency = self.planner.residency
         keys = [
             key
@@ -105,9 +105,9 @@ class ExpertCache:
         return sorted(keys, key=lambda key: (scores[key], key))
 
     def resize(self, num_slots: int, resident: Sequence[int] | None = None) -> None:
-        """Change the number of slots between steps; the most valuable experts stay.
+        """Change the number of slots between steps; experts with the highest scores stay.
 
-        If given, the experts `resident` (keys) fill the new slots instead. If the device lacks
+        If `resident` (keys) is given, those experts fill the new slots instead. If the device lacks
         memory, the cache becomes as large as memory allows. If experts cannot be copied, the cache
         is left empty and the error is raised.
         """
@@ -129,7 +129,7 @@ class ExpertCache:
                 raise
 
     def discard(self) -> None:
-        """Free all slots; unfinished copies are dropped."""
+        """Free all slots and close the copy engine; unfinished copies are dropped."""
         with contextlib.suppress(Exception):  # errors of dropped copies have already been raised
             self.device.synchronize()
         self.engine.slots.forget_uses()
@@ -144,14 +144,14 @@ class ExpertCache:
             self.device.close()
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Submit planned copies to the link."""
+        """Give planned copies to the copy engine; prefetches (not `is_needed`) start at once."""
         self._under_way |= {(copy.layer, copy.expert) for copy in copies}
         self.engine.submit(copies, is_needed=is_needed)
         if copies and not is_needed:
             self.engine.flush()
 
     def tell_host(self) -> None:
-        """Tell host slots which experts the device has: host memory evicts these experts first."""
+        """Tell the host slots which experts are on the device; host memory evicts these first."""
         slots = self.store.slots
         if slots is not None:
             slots.note_on_device(bytes(self.planner.residency.state))
@@ -165,7 +165,7 @@ class ExpertCache:
                 self.planner.copy_finished(layer, expert, seconds)
 
     def cancel_unused(self, layer: int, used: Sequence[int]) -> None:
-        """Cancel a layer's prefetches that have not begun and that the layer does not need."""
+        """Cancel a layer's prefetches that have not begun, except of the experts in `used`."""
         stale = [e for at, e in self._under_way if at == layer and e not in used]
         if not stale:
             return

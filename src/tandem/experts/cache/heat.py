@@ -12,10 +12,10 @@ KEEP = 0.5
 
 
 class Heat:
-    """Token counts by expert key; add it to an executor's listeners."""
+    """Counts each expert's tokens as a listener of an executor, and keeps them in a file."""
 
     def __init__(self, geometry: Geometry, path: Path) -> None:
-        """Begin with the counts of earlier runs in `path`; a damaged file is ignored."""
+        """Begin with the heat of earlier runs in the file `path`; a damaged file is ignored."""
         self._num_experts = geometry.num_experts
         self._path = path
         self._size = geometry.num_layers * geometry.num_experts
@@ -32,7 +32,10 @@ class Heat:
             counts[first + expert] += tokens
 
     def values(self) -> list[float]:
-        """Return each expert's share of this run's uses plus `KEEP` times its earlier heat."""
+        """Return each expert's share of this run's tokens plus `KEEP` times its earlier heat.
+
+        Before this run's first token, return the earlier heat.
+        """
         now = np.array(self._counts, dtype=np.float64)
         total = now.sum()
         if not total:
@@ -41,7 +44,7 @@ class Heat:
         return [float(value) for value in KEEP * older + now / total]
 
     def save(self) -> None:
-        """Save the heat for the next run; errors of the cache directory are ignored."""
+        """Save the heat for the next run; does nothing if the file cannot be written."""
         if not any(self._counts):
             return
         try:

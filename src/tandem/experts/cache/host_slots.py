@@ -46,7 +46,7 @@ class ExpertPlace:
 
 @dataclass(frozen=True, slots=True)
 class SlotStatistics:
-    """Counters of a model's slots since the load."""
+    """Counters of a model's host slots since the model was loaded."""
 
     hits: int = 0
     misses: int = 0
@@ -58,18 +58,18 @@ class SlotStatistics:
     waited_seconds: float = 0.0
 
     def since(self, before: "SlotStatistics") -> "SlotStatistics":
-        """Return the counts since an earlier state of the same counters."""
+        """Return by how much each counter has grown since `before`, an earlier state."""
         pairs = zip(astuple(self), astuple(before), strict=True)
         return SlotStatistics(*(now - then for now, then in pairs))
 
     @property
     def hit_rate(self) -> float:
-        """The share of used experts that were in memory."""
+        """The share of hits among `hits` and `misses`; experts read for a device do not count."""
         return self.hits / max(1, self.hits + self.misses)
 
 
 class HostSlots:
-    """Slots in memory for the experts of layers that are on the disk."""
+    """The host slots of all layers of a model that runs from the disk."""
 
     def __init__(
         self,
@@ -80,9 +80,10 @@ class HostSlots:
         eviction: str,
         top_k: int,
     ) -> None:
-        """Allocate at most `memory_bytes`; raises `CapacityError` if that is too little.
+        """Allocate slots in at most `memory_bytes`, and set `layer.slots` of each layer.
 
-        `eviction` must be one of `IN_HOST_SLOTS`.
+        Layer i's experts are at `places[i]`. `eviction` must be one of `IN_HOST_SLOTS`. Raises
+        `CapacityError` if `memory_bytes` is too little, `ModelError` if a file cannot be used.
         """
         sizes = [
             _native.slot_bytes(place.first, place.stride, layer.layout.num_bytes, bool(place.sums))
@@ -141,7 +142,7 @@ class HostSlots:
             self.native.pin()
 
     def statistics(self) -> SlotStatistics:
-        """Return the statistics since the load."""
+        """Return the counters since the model was loaded."""
         counts = self.native.counts()
         return SlotStatistics(
             counts.hits, counts.misses, counts.device_hits, counts.device_misses,
@@ -176,7 +177,7 @@ def share_of(memory_bytes: int, sizes: Sequence[int], counts: Sequence[int]) -> 
 def _tables(
     eviction: str, counts: Sequence[int], num_slots: Sequence[int], top_k: int
 ) -> Sequence[_native.NextUseTable | None]:
-    """Return each layer's table in which the eviction learns; None for LRU, which has no table."""
+    """Return a `next-use` table for each layer; for the eviction "lru", None for each layer."""
     if eviction == "lru":
         return [None] * len(counts)
     return host_slot_tables(Geometry(len(counts), max(counts), top_k), max(num_slots))

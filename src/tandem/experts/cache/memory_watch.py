@@ -18,7 +18,7 @@ _LEAST_SHARE = 0.05
 
 
 class MemoryWatch:
-    """Checks the free memory once a second while the slots live."""
+    """Checks the free memory in a thread and resizes host slots, as long as the slots exist."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class MemoryWatch:
             del slots
 
     def look(self, slots: HostSlots) -> float:
-        """Shrink or grow the slots if necessary; returns the share of slots in use."""
+        """Check once, and shrink or grow the slots if necessary; return the share now in use."""
         free = self._free_bytes()
         if not _SHORT * self._reserved <= free <= _PLENTY * self._reserved:
             change = (free - self._reserved) / max(1, slots.resident_bytes)

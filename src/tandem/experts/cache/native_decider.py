@@ -20,7 +20,10 @@ from tandem.policy.residency import COPYING, NOWHERE, READY
 
 
 def native_costs(costs: CostTable, *, is_planned: bool = False) -> _native.Costs:
-    """Return the cost tables as they are now, for planned steps or steps in one graph."""
+    """Return a native copy of the present cost tables.
+
+    It is for planned steps if `is_planned`, else for steps in one graph.
+    """
     first = costs.planned_first if is_planned else costs.cpu_first
     return _native.Costs(
         costs.cpu, costs.gpu, first, costs.link, costs.cpu_slowdown,
@@ -29,10 +32,10 @@ def native_costs(costs: CostTable, *, is_planned: bool = False) -> _native.Costs
 
 
 class NativeDecider:
-    """Makes decisions with the eviction `next-use` on one set of slots per layer."""
+    """Makes decisions with the eviction policy `next-use` on one set of slots per layer."""
 
     def __init__(self, plain: PlainDecider, eviction: next_use.NextUse) -> None:
-        """Share the state of `plain`, which still makes the decisions without a native form."""
+        """Share the state of `plain`, which still makes decisions that have no native form."""
         self._plain, self._eviction = plain, eviction
         self._residency, self._link = plain.residency, plain.link
         self._take_costs()
@@ -48,7 +51,7 @@ class NativeDecider:
         self._most_tokens = len(costs.cpu) - 1
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
-        """Return which processor computes each expert."""
+        """Return which processor computes each active expert, by an assignment rule."""
         if rule.native is None:
             return self._plain.split(rule, layer, max_fetches)
         load, keys, states, now, places = layer
@@ -71,7 +74,10 @@ class NativeDecider:
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Return (entering, leaving) keys of a layer, best first; NOWHERE for a free slot."""
+        """Return (entering, leaving) keys for a layer's slots, best first.
+
+        A leaving key is NOWHERE if the entering expert gets a free slot.
+        """
         residency, (load, keys, states, now, _) = self._residency, layer
         staged = residency.members[residency.staging]
         if not staged and states.count(READY) == len(states):
@@ -91,7 +97,10 @@ class NativeDecider:
         return _native.most_valued(self._states(layer), values, first, most)
 
     def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
-        """Return (entering, leaving) keys for prefetches for a layer by prediction."""
+        """Return (entering, leaving) keys for prefetches of a later layer's predicted experts.
+
+        A leaving key is NOWHERE for a free or staging slot.
+        """
         if self._predictor is None:
             return self._plain.predicted(coming, chances)
         layer, begin, needed_at, in_graph, _ = coming
@@ -113,7 +122,7 @@ class NativeDecider:
         return pairs
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        """Return how many copies pay for a known load, and (entering, leaving) keys to copy now.
+        """Return how many prefetches pay for a known load, and (entering, leaving) keys to copy.
 
         A leaving key is NOWHERE for a free or staging slot.
         """
@@ -136,14 +145,14 @@ class NativeDecider:
         return num_chosen, pairs
 
     def _require(self, load: LayerLoad) -> None:
-        """Extend the cost tables to the load's token counts."""
+        """Extend the cost tables, if necessary, to the largest token count of `load`."""
         if max(load.tokens) > self._most_tokens:
             costs = self._plain.costs
             costs.require(max(load.tokens))
             self._take_costs()
 
     def _late(self, first: int) -> list[int]:
-        """Return a layer's experts whose copies are under way, for one use or for the cache."""
+        """Return the experts with copies under way, of the layer whose first key is `first`."""
         end = first + self._residency.geometry.num_experts
         return [key - first for key in self._link.pending if first <= key < end]
 

@@ -35,7 +35,7 @@ class NativePredictor:
         self.is_hinted = self.native.is_hinted
 
     def hint(self, hint: Hint) -> None:
-        """Record a hint; the predictor also counts how often hints come true."""
+        """Record a hint; whether it came true is counted once the layer's load is known."""
         if (factor := self.sources.factor(hint.source)) is not None:
             self.native.hint(hint.load.layer, hint.load.experts, hint.load.tokens, factor)
 
@@ -44,7 +44,10 @@ class NativePredictor:
         self.native.observe(load.layer, load.experts, load.tokens)
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return a layer's forecast for prefetch choices without a native form; None: unknown."""
+        """Return a layer's forecast, for prefetch policies without a native form.
+
+        Returns None if nothing is known about the layer.
+        """
         if (found := self.native.forecast(layer)) is None:
             return None
         scores, chances = found
@@ -55,7 +58,7 @@ class NativePredictor:
         return Forecast(memoryview(scores).cast("I"), SUM_OFFSET, 1.0 / ONE, frequencies)
 
     def state(self) -> regression_predictor.PredictorState:
-        """Return the state between steps, without the tables."""
+        """Return the state that lasts from step to step, except the learned tables."""
         self.learn()
         before, counts, of_hints = self.native.state()
         return regression_predictor.PredictorState(

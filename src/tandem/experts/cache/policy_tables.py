@@ -63,7 +63,7 @@ def _next_use_tables(
 
 
 def _native_decider(plain: PlainDecider) -> NativeDecider | None:
-    """Return the native decider for these policies; None if they have no native form."""
+    """Return the native decider for `plain`'s policies; None if they have no native form."""
     eviction, residency = plain.eviction, plain.residency
     is_by_layer = residency.num_sets == residency.geometry.num_layers
     if not is_by_layer or not isinstance(eviction, next_use.NextUse):
@@ -72,7 +72,7 @@ def _native_decider(plain: PlainDecider) -> NativeDecider | None:
 
 
 def _native_tables(eviction: next_use.NextUse) -> list[_native.NextUseTable]:
-    """Return the native tables by layer; none if the eviction's tables are not native."""
+    """Return the native table of each layer; an empty list if the tables are not native."""
     return [table.native for table in eviction.tables if isinstance(table, _NextUseTable)]
 
 
@@ -90,7 +90,10 @@ NATIVE_TABLES = Native(_next_use_tables, NativePredictor, _native_decider)
 def host_slot_eviction(
     name: str, evictions: Registry[Eviction] = EVICTIONS
 ) -> Callable[[Geometry, int], Eviction]:
-    """Return a factory of eviction policies that decide as native code does for host slots."""
+    """Return a factory of eviction policies that decide as native code does for host slots.
+
+    The factory takes the model's geometry and the number of host slots per layer.
+    """
     make = evictions.factory(name)
 
     def make_for(geometry: Geometry, num_slots: int) -> Eviction:
@@ -102,7 +105,7 @@ def host_slot_eviction(
 
 
 def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
-    """Return the policy for the layers of captured steps, from a planner's state.
+    """Return the native policy that decides in captured steps, in the planner's present state.
 
     The policy decides as the planner does for steps in one graph, and updates the same tables: the
     eviction's, and the prediction's if steps in one graph prefetch. Returns None for an eviction

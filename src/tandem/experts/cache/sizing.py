@@ -13,7 +13,7 @@ AUTO_MARGIN = 0.10
 
 
 class OutOfDeviceMemoryError(CapacityError):
-    """The device has no memory for a slot or a batch's workspace; the cache shrinks."""
+    """The device has no memory for a slot or a batch's workspace; callers shrink the cache."""
 
 
 class DeviceMemory(NamedTuple):
@@ -32,7 +32,10 @@ class MemoryShare:
 
 
 def parse_gpu_memory(value: object) -> MemoryShare:
-    """Parse "8GiB", a number of bytes, "0.5" (a fraction of the device), "50%" or "auto"."""
+    """Parse "8GiB", a number of bytes, "0.5" (a fraction of the memory), "50%" or "auto".
+
+    Raises `ConfigError` for other values.
+    """
     text = str(value).strip()
     if text == "auto":
         return MemoryShare()
@@ -60,7 +63,7 @@ def _is_fraction(text: str) -> bool:
 
 
 def budget_bytes(share: MemoryShare, memory: DeviceMemory) -> int:
-    """Return the bytes that Tandem may use; `CapacityError` if the device has fewer."""
+    """Return the bytes that Tandem may use; `CapacityError` if the device has fewer in total."""
     if share.num_bytes is not None:
         if share.num_bytes > memory.total_bytes:
             raise CapacityError(

@@ -28,7 +28,7 @@ FillSlots = Callable[[Sequence[Claim]], None]
 
 
 class MemoryPool(Protocol):
-    """The part of a device that allocates slots."""
+    """The part of a device's interface that allocates memory for slots."""
 
     name: str
 
@@ -53,19 +53,19 @@ class SlotUse:
     __slots__ = ("_fill", "_slots", "claims")
 
     def __init__(self, slots: "Slots", claims: list[Claim], fill: FillSlots | None) -> None:
-        """Hold claims; `fill` is called before waiting for the contents."""
+        """Hold claims; `fill`, if given, is called with them before each wait for the contents."""
         self._slots = slots
         self._fill = fill
         self.claims = claims
 
     def images(self) -> list[Tensor]:
-        """Return the slots' memory once the contents have landed."""
+        """Wait until the claimed contents have landed; return the slots' memory."""
         if self._fill is not None:
             self._fill(self.claims)
         return self._slots.wait_landed(self.claims)
 
     def addresses(self) -> list[int]:
-        """Return the addresses of the slots once the contents have landed."""
+        """Wait until the claimed contents have landed; return the slots' addresses."""
         if self._fill is not None:
             self._fill(self.claims)
         return self._slots.wait_addresses(self.claims)
@@ -76,10 +76,10 @@ class SlotUse:
 
 
 class Slots:
-    """`num_slots` slots of `slot_bytes` on a device."""
+    """`num_slots` slots of `slot_bytes` on a device, and the state of each slot's content."""
 
     def __init__(self, pool: MemoryPool, num_slots: int, slot_bytes: int) -> None:
-        """Allocate the memory; raises `OutOfDeviceMemoryError` and then holds nothing."""
+        """Allocate the memory; if it raises `OutOfDeviceMemoryError`, no memory stays allocated."""
         self.slot_bytes = aligned(slot_bytes)
         self.num_slots = num_slots
         self.changed = threading.Condition()
@@ -152,7 +152,7 @@ class Slots:
         return SlotUse(self, claims, fill)
 
     def end_use(self, claims: Sequence[Claim]) -> None:
-        """Release claims."""
+        """Release claims, so that copies into their slots may begin."""
         with self.changed:
             for claim in claims:
                 if self._uses.get(claim, 0) <= 1:
@@ -174,7 +174,7 @@ class Slots:
             self.changed.notify_all()
 
     def adopt(self, slot: int, key: int) -> None:
-        """Record an expert that other code copied into a slot; it is complete and unused."""
+        """Record an expert that other code has copied into a slot whole and that no batch uses."""
         with self.changed:
             assert self._landed[slot] == self._planned[slot], f"slot {slot} is being written"
             self._key[slot] = key
@@ -222,7 +222,7 @@ class Slots:
             self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Make all waits for contents raise this error, because no more contents will arrive."""
+        """Make waits for missing contents raise `error`, because no more contents will arrive."""
         with self.changed:
             self._error = error
             self.changed.notify_all()

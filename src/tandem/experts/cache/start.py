@@ -11,7 +11,10 @@ STARTS: Registry[list[int]] = Registry("start content")
 
 @STARTS.register("heat")
 def hottest(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[float]) -> list[int]:
-    """Fill every set with the experts used most in earlier runs; ties at random."""
+    """Return the keys of experts that fill every set: the most used in earlier runs.
+
+    Experts of equal heat are ordered at random.
+    """
     order = list(range(len(heat)))
     random.Random(0).shuffle(order)
     order.sort(key=lambda key: -heat[key])
@@ -20,7 +23,7 @@ def hottest(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[float])
 
 @STARTS.register("random")
 def random_start(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[float]) -> list[int]:
-    """Fill every set with experts drawn at random, seed 0: DALI."""
+    """Return the keys of experts that fill every set, drawn at random with seed 0, as in DALI."""
     order = list(range(geometry.num_layers * geometry.num_experts))
     random.Random(0).shuffle(order)
     return fill_sets(geometry, set_sizes, order)
@@ -28,12 +31,12 @@ def random_start(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[fl
 
 @STARTS.register("none")
 def empty(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[float]) -> list[int]:
-    """Return nothing: paper 2 starts with an empty cache."""
+    """Return no keys: as in paper 2, the cache is empty at the start."""
     return []
 
 
 def fill_sets(geometry: Geometry, set_sizes: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Take keys in order while their sets have room."""
+    """Return the keys of `order` for which their set still has room, in that order."""
     room = list(set_sizes)
     chosen = []
     for key in order:

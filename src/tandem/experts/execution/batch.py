@@ -35,8 +35,9 @@ class RoutedCall(NamedTuple):
 class ExpertFunctions:
     """The functions around an expert's two matrix products, from the model's own code.
 
-    `native` is the activation in the kernels' form, if they support it. `unpacked_activate` is the
-    activation for inputs [gate; up], whatever the order of the model's own experts.
+    `native` is the activation in the form that the kernels take; None if they do not support it.
+    `unpacked_activate` is the activation for inputs [gate; up], whatever order `activate` expects;
+    None: `activate` itself.
     """
 
     activate: Callable[[Tensor], Tensor]
@@ -46,7 +47,7 @@ class ExpertFunctions:
 
 
 class CallSide:
-    """The tokens that a processor reads in a call and the rows that it writes, in its memory."""
+    """A call's tokens and its rows of results, both in the memory of one processor."""
 
     __slots__ = ("_hidden_fp32", "hidden", "rows")
 
@@ -66,10 +67,10 @@ class CallSide:
 
 @dataclass(slots=True)
 class ExpertBatch:
-    """Some experts of a layer with their routed tokens; immutable.
+    """Some experts of a layer with their routed tokens; its fields must not be changed.
 
-    Expert `experts[i]` has rows `begin[i]`..`begin[i + 1]` - 1 of the call. In `token` and `out`,
-    which are slices of the call's tensors, its rows begin at `begin[i] - begin[0]`.
+    Expert `experts[i]` has rows `begin[i]`..`begin[i + 1]` - 1 of the call. `token` and `out` have
+    only this batch's rows: there, the expert's rows begin at `begin[i] - begin[0]`.
     """
 
     layer: HostLayer
@@ -82,7 +83,7 @@ class ExpertBatch:
     first_token: int  # position of this batch's first token in `tokens`
 
     def by_expert(self) -> Iterator["ExpertBatch"]:
-        """Yield a batch for each expert."""
+        """Yield a batch of one expert for each expert of this batch."""
         for i, expert in enumerate(self.experts):
             first = self.first_token + self.begin[i] - self.begin[0]
             begin = self.begin[i : i + 2]
@@ -90,12 +91,12 @@ class ExpertBatch:
 
     @property
     def num_routed(self) -> int:
-        """How many routed tokens this batch has."""
+        """The number of this batch's routed tokens."""
         return self.begin[-1] - self.begin[0]
 
     @property
     def token(self) -> Tensor:
-        """The token of each routed token: (num_routed,) int32, on the host."""
+        """The index of each routed token's token: (num_routed,) int32, on the host."""
         return self.tokens[self.first_token : self.first_token + self.num_routed]
 
     @property
@@ -105,10 +106,10 @@ class ExpertBatch:
 
     @property
     def hidden(self) -> Tensor:
-        """The tokens (n_tokens, hidden_size) in the model's dtype."""
+        """All tokens of the call (n_tokens, hidden_size) in the model's dtype."""
         return self.side.hidden
 
     @property
     def hidden_fp32(self) -> Tensor:
-        """The tokens in fp32."""
+        """All tokens of the call in fp32."""
         return self.side.hidden_fp32

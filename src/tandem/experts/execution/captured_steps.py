@@ -39,7 +39,7 @@ _Record = tuple[int, list[int], list[int], list[float], int, float, float, float
 
 
 class _Copies(NamedTuple):
-    """The copies at a layer: into the cache, for one use, and for the next layer."""
+    """The copies decided at one layer: into the cache, for one use, and for the next layer."""
 
     entered: tuple[Copy, ...] = ()
     staged: tuple[Copy, ...] = ()
@@ -47,7 +47,7 @@ class _Copies(NamedTuple):
 
 
 class CapturedSteps:
-    """The captured steps of an expert cache; a subclass supplies what the layers run on."""
+    """Runs decode steps as captured steps on an expert cache; a subclass runs the layers."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class CapturedSteps:
         *,
         bytes_per_second: float | None = None,
     ) -> None:
-        """Start the coordinator's threads, as many as `threads`.
+        """Start the coordinator, with as many computing threads as `threads`.
 
-        `table` (layers, experts) in host memory has the address of each expert, 0: absent. The
-        policy must have a native form (`policy_tables.native_step_policy`).
+        `table` (layers, experts) in host memory will hold the address of each expert, 0: absent.
+        The policy must have a native form (`policy_tables.native_step_policy`).
         """
         self._cache, self._rate, self._table = cache, bytes_per_second or 0.0, table
         self.coordinator = _native.StepCoordinator(layers, threads.num_threads, threads.isa)
@@ -83,15 +83,15 @@ class CapturedSteps:
         return self._cache.planner.graph_rule(num_tokens).fetches
 
     def asks(self, num_tokens: int) -> bool:
-        """Tell whether each layer of a step runs the next layer's router ahead."""
+        """Tell whether each layer of a step of `num_tokens` runs the next layer's router ahead."""
         return self._cache.planner.asks_in_graph(num_tokens)
 
     def link(self) -> _native.DriverLink | None:
-        """Return the link for copies to the GPU; None: slots are in host memory."""
+        """Return the link that copies experts to the GPU; None if the slots are in host memory."""
         return None
 
     def wait_for_device(self) -> None:
-        """Wait until no work on the device can still read a slot."""
+        """Wait until all work on the device that reads slots has ended."""
 
     def begin_on(self, box: int, num_tokens: int, known: Sequence[LayerLoad] = ()) -> None:
         """Begin a step of `num_tokens` tokens in one of the coordinator's mailboxes.
@@ -113,8 +113,8 @@ class CapturedSteps:
     def finish(self, *, has_listeners: bool) -> None:
         """End a step whose layers have all been run or queued.
 
-        With `has_listeners`, `report` reports it later: a separate call, because it takes Python
-        time in which the next step can run.
+        With `has_listeners`, the step is stored for `report`. That is a separate call, because
+        reporting takes Python time, during which the next step can run.
         """
         assert self._num_tokens
         self.coordinator.finish_step(PATIENCE_SECONDS)
@@ -126,7 +126,7 @@ class CapturedSteps:
         self._unreported = (self.coordinator.records(), copies) if has_listeners else None
 
     def report(self, listeners: Sequence[Listener]) -> None:
-        """Report the last step that has ended, unless it has been reported."""
+        """Report the layers of the step that `finish` stored; each step is reported only once."""
         if self._unreported is None:
             return
         (records, copies), self._unreported = self._unreported, None
@@ -138,10 +138,10 @@ class CapturedSteps:
                 listener(event)
 
     def abort(self) -> None:
-        """Abandon a step that failed or was lost; the device must no longer wait in it.
+        """Abandon the step under way, if any; the device must no longer be waiting in it.
 
-        Decisions made in the step stay valid. Raises `DeviceLostError` if the answering thread does
-        not return from it.
+        Decisions already made in the step stay valid. Raises `DeviceLostError` if the answering
+        thread does not return from the step.
         """
         if not self._num_tokens:
             return
@@ -153,7 +153,7 @@ class CapturedSteps:
         self._apply_step()
 
     def leave(self) -> None:
-        """Hand over to planned steps: finish copies, and record the slots' new contents."""
+        """Hand the cache over to planned steps: finish copies, record the slots' new contents."""
         self.abort()
         if not self._is_entered:
             return
@@ -202,7 +202,7 @@ class CapturedSteps:
         self._is_entered = True
 
     def _load_policy(self) -> None:
-        """Set the native policy to the planner's state."""
+        """Copy the planner's state into the native policy."""
         assert self._policy is not None
         planner = self._cache.planner
         link, self._ring = planner.link, planner.ring.held_slots()
@@ -219,7 +219,11 @@ class CapturedSteps:
         self.coordinator.set_dense_seconds(dense)
 
     def _lend_slots(self, num_tokens: int) -> None:
-        """Lend this step's fetches as many slots as recent steps requested."""
+        """Let the ring borrow the slots that this step's fetches may need.
+
+        It gets as many slots as a layer of recent steps needed. Experts that leave these slots lose
+        their entries in the device's table.
+        """
         ring = self._cache.planner.ring
         left = ring.begin_step(in_graph=True, may_fetch=self.fetches(num_tokens))
         if left or ring.held_slots() != self._ring:
@@ -227,9 +231,10 @@ class CapturedSteps:
             self._load_policy()
 
     def _apply_step(self) -> dict[int, _Copies]:
-        """Tell the planner the step's decisions; return the copies by layer, -1: before the first.
+        """Tell the planner the step's decisions; return its copies by layer.
 
-        Prefetched experts that did not enter the cache are dropped with the step.
+        Copies that began before the first layer have the key -1. Prefetched experts that did not
+        enter the cache are dropped with the step.
         """
         copies = {at[0]: self._apply(*at) for at in self.coordinator.take_decided()}
         planner = self._cache.planner
@@ -248,8 +253,8 @@ class CapturedSteps:
     ) -> _Copies:
         """Tell the planner which copies have ended and what was decided in a layer.
 
-        `num_needed` is the number of staging slots that were requested. A prefetched expert keeps
-        its slot when it enters the cache.
+        Returns the layer's copies. `num_needed` is the number of the ring's slots that the layer
+        could have used. A prefetched expert keeps its slot when it enters the cache.
         """
         cache, planner = self._cache, self._cache.planner
         geometry, residency = cache.geometry, planner.residency
@@ -285,7 +290,7 @@ class CapturedSteps:
         copies: _Copies,
         step_copies: tuple[Copy, ...],
     ) -> LayerExecuted:
-        """Return a layer's event for listeners."""
+        """Return the event that reports a layer to listeners, from its native record."""
         layer, choice, is_hit, _, _, rung, begun, ended, answered, in_time = record
         host, top_k = self._cache.store[layer], self._cache.geometry.top_k
         missed = {e for e, hit in zip(choice, is_hit, strict=True) if not hit}
@@ -322,10 +327,10 @@ def _without_victims(copies: Sequence[_SlotCopy]) -> tuple[Copy, ...]:
 def captured_layers(
     cache: ExpertCache, functions: Mapping[int, ExpertFunctions], dtype: torch.dtype
 ) -> list[_native.RoutedLayer] | None:
-    """Return the layers in native form for captured steps.
+    """Return all layers of the store in native form, for captured steps.
 
-    `functions` has the functions of each layer. Returns None if the kernels do not support a layer,
-    or if the policy has no native form.
+    `functions` has the functions of each layer. Returns None if the kernels do not support a layer
+    or `dtype`, or if the policy has no native form.
     """
     layers = [
         native

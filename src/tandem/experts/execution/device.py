@@ -35,7 +35,7 @@ class DeviceLostError(ExecutionError):
 
 
 class WholeCache(Protocol):
-    """Layers whose experts are all resident; the host does not need the routers' choices."""
+    """Computes layers while all experts are resident, so the host needs no router's choice."""
 
     def serves(self, functions: ExpertFunctions) -> bool:
         """Tell whether a layer with these functions can be computed now, without a plan."""
@@ -48,37 +48,40 @@ class WholeCache(Protocol):
         top_k_weights: Tensor,
         functions: ExpertFunctions,
     ) -> Tensor:
-        """Queue a layer; see `Executor.execute`."""
+        """Queue a layer on the device; return its result as `Executor.execute` does."""
 
     def note(self, layer: int, top_k_index: Tensor) -> None:
-        """Queue the copy of a choice to the host; `noted` reports it."""
+        """Queue a copy of a layer's choice to the host, for an event that `noted` yields."""
 
     def noted(self, now: float) -> Iterator[LayerExecuted]:
-        """Yield an event for each noted layer, once; waits until its choice is on the host."""
+        """Yield an event for each layer noted since the last call, once its choice has arrived."""
 
 
 class Device(MemoryPool, Protocol):
     """An accelerator."""
 
     runs_in_parallel: bool
-    """Whether launched batches run in parallel with the host, which then starts its own share
-    first."""
+    """Whether launched batches run in parallel with the host. If so, the host starts its own share
+    before it launches them."""
     rows: RowMemory
-    """Reused device buffer for routed tokens' results."""
+    """Device memory for routed tokens' results, reused from call to call."""
     host_rows: RowMemory
-    """Reused host buffer for routed tokens' results, from which `upload` is fast."""
+    """Host memory for routed tokens' results, reused from call to call; `upload` reads it fast."""
 
     def memory(self) -> DeviceMemory:
         """Return total and free memory."""
 
     def pin(self, memory: Tensor) -> bool:
-        """Pin host memory; False if the system refuses."""
+        """Pin host memory; return False if the system refuses."""
 
     def download(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Return host copies of the device's tensors in their present state, with one wait."""
 
     def forget_rows(self) -> None:
-        """Stop reusing the present memory, because a broken call may still write to it."""
+        """Allocate new `rows` and `host_rows` at the next call.
+
+        It is for failed calls, which may still write to the present memory.
+        """
         self.rows.forget()
         self.host_rows.forget()
 
@@ -95,18 +98,19 @@ class Device(MemoryPool, Protocol):
         """Copy host memory to the device; the copy must precede all later launches."""
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
-        """Return a function that sums weight * row over k, first to last, after all batches.
+        """Return a function that sums weight * row over each token's top-k, first to last.
 
-        The function takes rows (n_rows, width) fp32 and returns (n_tokens, width) fp32, both on the
-        device. `weights` (n_tokens, top_k) fp32 are on the device, `row_of` (n_tokens, top_k) int32
-        is on the host; -1 adds nothing. Product and addition must be rounded separately. The first
-        error of any batch is raised by the function, or by its next call.
+        The function must be called after all launches and uploads. It takes rows (n_rows, width)
+        fp32 and returns (n_tokens, width) fp32, both on the device. `weights` (n_tokens, top_k)
+        fp32 are on the device, `row_of` (n_tokens, top_k) int32 is on the host; -1 adds nothing.
+        Product and addition must be rounded separately. The first error of any batch is raised by
+        the function, or by its next call.
         """
 
     def resident(self, cache: "ExpertCache") -> "WholeCache | None":
-        """Return an object that computes layers without plans once all experts are resident.
+        """Return an object that computes layers without plans while all experts are resident.
 
-        None: the device always needs plans.
+        Returns None if the device always needs plans.
         """
         return None
 

@@ -41,35 +41,38 @@ def computed_in_chunks(call: RoutedCall, compute: Callable[[RoutedCall], Tensor]
 
 
 class DirectCall(NamedTuple):
-    """A layer call that native code performs alone, from the router's choice to the sum."""
+    """How native code performs a layer call alone, from the router's choice to the sum."""
 
     layer: _native.RoutedLayer
     choice: tuple[Tensor, Tensor] | None
-    """Index and weights that replace the router's, filled at the start of each step; or None."""
+    """Index and weights to use instead of the router's, filled at the start of each step; None:
+    the router's."""
     report: Callable[[Tensor, int], None] | None
-    """Called after each call with the index and the number of active experts; None: not needed."""
+    """To be called after each call, with the index and the number of active experts; None: no
+    report is needed."""
     add: Callable[[_native.Program, tuple[Tensor, Tensor, Tensor, Tensor]], None] | None = None
-    """Adds the call on (hidden, index, weights, out) to a program; None: the program calls `layer`
-    itself."""
+    """Adds the call on the tensors (hidden, index, weights, out) to a program; None: the program
+    runs `layer` without help."""
 
 
 class Executor(ABC):
     """Computes the experts of a model's experts modules.
 
-    Only executors that need to know about steps override the methods with a default.
+    Most methods with a default announce steps; only executors that depend on steps override them.
     """
 
     cache: ExpertCache | None = None
     """The expert cache on a device; None if the CPU computes every expert."""
     device: Device | None = None
-    """The device whose slots a replayed step may read directly; None if calls differ by step."""
+    """The device whose slots a replayed step may read without this executor; None without a device,
+    or if every call must go through the executor."""
     needs_steps = False
-    """Whether `begin_step` must announce each forward pass, even a replayed one."""
+    """Whether `begin_step` must be called before each forward pass, even a replayed one."""
     takes_drafts = True
     """Whether a decode step may have several tokens of a sequence and reject some of them later."""
 
     def __init__(self, store: HostStore) -> None:
-        """Serve a store's layers."""
+        """Serve the layers of `store`, at first without listeners."""
         self.store = store
         self.listeners: list[Listener] = []
 
@@ -90,7 +93,7 @@ class Executor(ABC):
         """
 
     def catch_up(self) -> None:  # noqa: B027
-        """Report all computed but unreported layers: some steps are reported one step late."""
+        """Report now all layers that were computed but not yet reported to listeners."""
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:  # noqa: B027
         """Announce the tokens of the next forward pass; the ids are empty if unknown."""
@@ -115,7 +118,7 @@ class Executor(ABC):
         """Compute a call; see `execute`."""
 
     def settle(self) -> None:  # noqa: B027
-        """Finish pending work before a step that is replayed without `execute`."""
+        """Finish the work left by earlier layers, before a step is replayed without `execute`."""
 
     def repeat_step(self, num_tokens: int) -> None:  # noqa: B027
         """Announce that the last step's tokens are computed again, to check a recorded step."""
@@ -125,9 +128,9 @@ class Executor(ABC):
         return nullcontext()
 
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
-        """Return the form of calls like this one that bypasses the executor.
+        """Return how native code performs calls like this one without the executor.
 
-        None: the executor must take part in such calls.
+        Returns None if the executor must take part in such calls.
         """
         return None
 
@@ -137,9 +140,9 @@ class Executor(ABC):
 
 @contextmanager
 def unheard(executor: Executor | None) -> Iterator[None]:
-    """Hide trial steps from an executor's listeners (None: no executor).
+    """Return a context in which an executor's listeners hear nothing (None: no executor).
 
-    Listeners count, learn from and show only steps that compute answers.
+    It is for trial steps: listeners count, learn from and show only steps that compute answers.
     """
     if executor is None:
         yield
@@ -155,10 +158,10 @@ def unheard(executor: Executor | None) -> Iterator[None]:
 
 
 class CpuExecutor(Executor):
-    """Runs every active expert on the CPU: packed ones natively, plain ones in torch."""
+    """Computes every active expert on the CPU: packed experts natively, plain experts in torch."""
 
     def __init__(self, store: HostStore, threads: CpuThreads | None = None) -> None:
-        """Serve the layers of a store; without `threads` there is one for each fast core."""
+        """Serve the layers of a store; without `threads`, use one thread for each fast core."""
         super().__init__(store)
         self._kernels = ExpertKernels(threads or CpuThreads())
         self._rows = RowMemory()
@@ -215,7 +218,10 @@ class CpuExecutor(Executor):
             return work.prepare_result(side, call.top_k_weights, self._kernels.prepare_sum)()
 
     def report(self, layer: HostLayer, chosen: Tensor, num_active: int, num_routed: int) -> None:
-        """Report to the listeners what a layer's router chose, and how many rows were computed."""
+        """Report a layer to the listeners: what its router chose, and how much was computed.
+
+        `num_active` counts active experts, `num_routed` routed tokens.
+        """
         event = LayerExecuted(
             layer=layer.layer,
             num_tokens=len(chosen),

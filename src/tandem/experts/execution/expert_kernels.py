@@ -22,17 +22,17 @@ from tandem.kernels.reference import expert_ffn
 
 
 class WeightSource(Protocol):
-    """Where a batch's weights are, if not in the host store."""
+    """Says where the weights of a batch's experts are, if not in the host store."""
 
     def images(self) -> Sequence[Tensor]:
-        """Return each expert's memory; waits until it is filled."""
+        """Wait until the experts' memory is filled; return each expert's memory."""
 
     def addresses(self) -> Sequence[int]:
-        """Return each expert's address; waits until the memory there is filled."""
+        """Wait until the experts' memory is filled; return each expert's address."""
 
 
 class ExpertKernels:
-    """The kernels and their threads, which start with the first packed batch. Not thread-safe."""
+    """Computes batches on CPU threads, which start with the first packed batch. Not thread-safe."""
 
     def __init__(
         self,
@@ -46,19 +46,19 @@ class ExpertKernels:
         self._routed: RoutedLayers | None = None
 
     def wake(self) -> None:
-        """Wake the threads, if started, while a call is prepared."""
+        """Wake the threads, if started, so that they are awake once a call is prepared."""
         if self._routed is not None:
             self.threads.engine.wake()
 
     def run(self, batch: ExpertBatch, source: WeightSource | None = None) -> None:
-        """Fill the batch's `out`; weights come from `source`, or from the host store."""
+        """Compute a batch into its `out`; weights come from `source`, or from the host store."""
         self.start(batch, source).finish()
 
     def start(self, batch: ExpertBatch, source: WeightSource | None = None) -> "StartedWork":
-        """Start a batch on the threads; `finish` computes beside them.
+        """Start a batch on the threads; the result's `finish` computes beside them and waits.
 
-        No other call may be made before `finish`. Batches that the native kernels do not support
-        are computed by `finish` alone.
+        No other method may be called before `finish`. Batches that the native kernels do not
+        support are computed by `finish` alone.
         """
         begin = time.perf_counter() if self._on_busy else 0.0
         native = None
@@ -70,10 +70,11 @@ class ExpertKernels:
         return StartedWork(lambda: self._run_in_torch(batch, source), batch, self._on_busy, begin)
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
-        """Return a function that sums weight * row over k, first to last: (n_tokens, width) fp32.
+        """Return a function that sums weight * row over each token's top-k, first to last.
 
-        `weights` (n_tokens, top_k) are fp32 like the rows. `row_of` (n_tokens, top_k), int32 and
-        contiguous, has the number of each choice's row, or -1 for no row.
+        The function takes rows (n_rows, width) fp32 and returns (n_tokens, width) fp32. `weights`
+        (n_tokens, top_k) are fp32. `row_of` (n_tokens, top_k), int32 and contiguous, has the index
+        of each choice's row, or -1 for no row.
         """
         num_tokens, weights = len(row_of), weights.contiguous()
         add_rows = self.threads.engine.add_rows
@@ -88,7 +89,10 @@ class ExpertKernels:
     def run_directly(
         self, layer: HostLayer, functions: ExpertFunctions, call: RoutedCall
     ) -> tuple[Tensor, int] | None:
-        """Compute all experts of a layer on the CPU; see `RoutedLayers.run_directly`."""
+        """Compute all active experts of a packed layer; see `RoutedLayers.run_directly`.
+
+        Returns None for a plain layer.
+        """
         if not isinstance(layer, PackedLayer):
             return None
         if self._on_busy is None:
@@ -123,7 +127,7 @@ class ExpertKernels:
                     self._run_at([extent.data.data_ptr()], one)
 
     def _run_at(self, addresses: Sequence[int], batch: ExpertBatch) -> None:
-        """Compute packed experts at `addresses` natively, but their activation in torch."""
+        """Compute packed experts whose bytes are at `addresses`, with the activation in torch."""
         layer, functions = batch.layer, batch.functions
         assert isinstance(layer, PackedLayer)
         activate = functions.unpacked_activate or functions.activate
@@ -145,11 +149,11 @@ class ExpertKernels:
 
 @dataclass(frozen=True, slots=True)
 class StartedWork:
-    """A batch in progress on the threads."""
+    """A batch whose computation has begun; `finish` completes it."""
 
     _finish: Callable[[], None]
     _batch: ExpertBatch
-    """Stored because its tensors must live until the end."""
+    """Stored only so that its tensors live until the end."""
     _on_busy: Callable[[float], None] | None
     _begin: float
 

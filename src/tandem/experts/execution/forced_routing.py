@@ -13,6 +13,7 @@ from tandem.core.errors import ConfigError
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import DirectCall, Executor
 from tandem.experts.execution.passing_executor import PassingExecutor
+from tandem.policy.plan import LayerLoad
 from tandem.policy.step_path import MAX_GRAPH_TOKENS
 from tandem.trace import RoutingTrace
 
@@ -20,10 +21,10 @@ _Tokens = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class ForcedRouting(PassingExecutor):
-    """An executor that routes each token as the next token of a trace, from the trace's start."""
+    """An executor that routes the model's tokens as a trace's tokens, from the trace's start."""
 
     def __init__(self, inner: Executor, trace: RoutingTrace) -> None:
-        """Forward to `inner`; raises `ConfigError` for a trace of a model of another shape."""
+        """Wrap `inner`; raises `ConfigError` if the trace's model has another shape."""
         super().__init__(inner)
         meta = trace.meta
         num_experts = max((x.arrivals.num_experts for x in inner.store), default=0)
@@ -40,8 +41,11 @@ class ForcedRouting(PassingExecutor):
         self._choices: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._there: tuple[Tensor, Tensor] | None = None  # the step's choices on the model's device
 
+    def expect(self, known: Sequence[LayerLoad]) -> None:
+        """No-op: the loads known from token ids are not those of the trace."""
+
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
-        """Advance to the trace's next tokens."""
+        """Take as many next tokens of the trace as the step has; announce the step."""
         self._tokens = self._take(len(token_ids)) if token_ids else None
         self._there = None
         for (num_tokens, _), kept in self._choices.items():
@@ -51,7 +55,7 @@ class ForcedRouting(PassingExecutor):
         super().begin_step(token_ids, is_prefill=is_prefill)
 
     def before(self, call: RoutedCall) -> RoutedCall:
-        """Replace the choice by the trace's; weights are the trace's, or equal if it has none."""
+        """Return the call with the trace's experts and weights; equal weights if it has none."""
         num_tokens, device = len(call.hidden), call.top_k_index.device
         if self._tokens is None or len(self._tokens) != num_tokens:
             self._tokens = self._take(num_tokens)
@@ -62,16 +66,20 @@ class ForcedRouting(PassingExecutor):
         return call._replace(top_k_index=index[call.layer], top_k_weights=weights[call.layer])
 
     def direct_call(self, call: RoutedCall, functions: ExpertFunctions) -> DirectCall | None:
-        """Return the direct call of the wrapped executor, which reads the trace's choice."""
+        """Return the wrapped executor's direct call with the trace's choice for the router's.
+
+        Returns None if the wrapped executor has no direct call.
+        """
         choice = self.choices(call.layer, len(call.hidden), torch.device("cpu"))
         forced = RoutedCall(call.layer, call.hidden, *choice)
         native = self.inner.direct_call(forced, functions)
         return None if native is None else native._replace(choice=choice)
 
     def _copied(self, tokens: _Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Copy the choices of all layers to a device at once; to a GPU without waiting.
+        """Return these tokens' experts and weights in all layers on a device.
 
-        Copying layer by layer would wait twice per layer, and the waits would be measured.
+        Both are (n_layers, n_tokens, top_k); the copy to a GPU is queued without waiting. Copying
+        layer by layer would wait twice per layer, and the waits would be measured.
         """
         kept = []
         for choice in self._choice(tokens, slice(None)):
@@ -86,9 +94,9 @@ class ForcedRouting(PassingExecutor):
         return int(self._trace.experts.shape[-1])
 
     def choices(self, layer: int, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return experts and weights (num_tokens, top_k) of a layer in a replayed step.
+        """Return tensors for a layer's experts and weights (num_tokens, top_k) in replayed steps.
 
-        The tensors keep their addresses, and each step of this size fills them at its beginning.
+        Their addresses stay the same; `begin_step` fills them for each step of this size.
         """
         key = num_tokens, device
         if key not in self._choices:
@@ -109,7 +117,10 @@ class ForcedRouting(PassingExecutor):
         return taken
 
     def _fill(self, *kept: Tensor) -> None:
-        """Write the step's choices; padding tokens repeat the choices of the step's tokens."""
+        """Write the step's experts and weights of all layers into the two tensors `kept`.
+
+        Padding tokens repeat the choices of the step's tokens.
+        """
         assert self._tokens is not None
         tokens = np.resize(self._tokens, kept[0].shape[1])
         for each, now in zip(kept, self._copied(tokens, kept[0].device), strict=True):

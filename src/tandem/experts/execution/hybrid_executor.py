@@ -38,7 +38,7 @@ from tandem.policy.step_path import MAX_GRAPH_TOKENS
 
 
 class _LayerStep(NamedTuple):
-    """One call of a layer by the model."""
+    """A call of a layer: its routing and its tensors on host and device."""
 
     host: HostLayer
     functions: ExpertFunctions
@@ -49,7 +49,7 @@ class _LayerStep(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """A computed layer that no policy or listener has processed yet."""
+    """A computed layer that the planner has not learned from and no listener has heard of."""
 
     load: LayerLoad
     plan: LayerPlan
@@ -59,7 +59,7 @@ class _Done(NamedTuple):
 
 
 class HybridExecutor(Executor):
-    """Computes layers by plans; calls must be in model order. Only `compute` is thread-safe."""
+    """Computes layers, called in the model's order, by plans. Only `compute` is thread-safe."""
 
     cache: ExpertCache
     device: Device
@@ -106,7 +106,7 @@ class HybridExecutor(Executor):
         self._known = known
 
     def take_known(self) -> Sequence[LayerLoad]:
-        """Return the known loads of the current step, and forget them."""
+        """Return the known loads that `expect` announced, and forget them."""
         known, self._known = self._known, ()
         return known
 
@@ -116,7 +116,7 @@ class HybridExecutor(Executor):
         self._prompt = token_ids if is_prefill else None
 
     def repeat_step(self, num_tokens: int) -> None:
-        """Announce the last prompt again; repeated decode steps need no announcement."""
+        """Announce the last step again if it was a prompt; decode steps need no announcement."""
         if self._prompt is not None:
             self._announced = self._prompt, True
 
@@ -124,8 +124,8 @@ class HybridExecutor(Executor):
     def captured_step(self, begin: Callable[[Sequence[LayerLoad]], None]) -> Iterator[None]:
         """Run a captured step: the caller must launch its graph inside the context.
 
-        `begin` is called with the loads known beforehand. Raises `StepSlowError` if the step waited
-        too long for a disk; the step may then be repeated.
+        `begin` is called first, with the known loads of the step. Raises `StepSlowError` if the
+        step waited too long for a disk; the step may then be repeated.
         """
         assert self.captured is not None
         with self._turn:
@@ -161,11 +161,11 @@ class HybridExecutor(Executor):
             raise
 
     def resize(self, num_slots: int) -> None:
-        """Change the number of slots before the next step."""
+        """Request that the cache has `num_slots` slots from the next step on."""
         self._requested_slots = num_slots
 
     def settle(self) -> None:
-        """Learn from the last layer, and apply a requested change of size."""
+        """Let the planner learn from the layer executed last; apply a pending `resize`."""
         self._learn_of_last_layer()
         if self._requested_slots is not None:
             num_slots, self._requested_slots = self._requested_slots, None
@@ -184,9 +184,9 @@ class HybridExecutor(Executor):
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Inside, learn from and report each layer at the next layer's call, the last at the end.
+        """Return a context where a layer is learned from and reported at the next layer's call.
 
-        This is for callers that queue work between layers, which the device computes meanwhile.
+        The last layer follows when the context ends. Meanwhile the device computes queued work.
         """
         self._is_deferring = True
         try:
@@ -296,9 +296,9 @@ class HybridExecutor(Executor):
         return out
 
     def catch_up(self) -> None:
-        """Learn from the last layer, and report everything computed and not yet reported.
+        """Let the planner learn from the layer executed last; report all unreported layers.
 
-        Otherwise captured steps and layers computed without a plan are reported by the next step.
+        Without this call, the next step reports captured steps and layers computed without a plan.
         """
         self._learn_of_last_layer()
         if self.captured is not None:
@@ -318,13 +318,13 @@ class HybridExecutor(Executor):
             self._report(done)
 
     def _weights_to_read(self, top_k_weights: Tensor) -> Tensor | None:
-        """Return gate weights on the host; None if the eviction, like most, does not use them."""
+        """Return gate weights on the host; None if the eviction policy does not use them."""
         if not self.cache.planner.eviction.reads_weights:
             return None
         return self.device.download(top_k_weights)[0]
 
     def _carry_out(self, step: _LayerStep, plan: LayerPlan) -> Tensor:
-        """Start the CPU, the device and the link, compute the CPU's share, and sum up."""
+        """Execute a plan on CPU, device and link; return the weighted sum of experts' results."""
         if plan.cpu:
             self._kernels.wake()
         call = LayerCall(step.host, step.functions, step.routing, plan.in_launch_order())
@@ -359,13 +359,13 @@ class HybridExecutor(Executor):
     def _prepare_result_of_host(
         self, call: LayerCall, step: _LayerStep, side: CallSide
     ) -> Callable[[], Tensor]:
-        """Return a function that sums on the host, which has all rows, and uploads the sum."""
+        """Return a function that sums on the host, which has all rows; it also uploads the sum."""
         (weights,) = self.device.download(step.weights)
         result = call.prepare_result(side, weights, self._kernels.prepare_sum)
         return lambda: self._uploaded(result(), step)
 
     def _uploaded(self, result: Tensor, step: "_LayerStep") -> Tensor:
-        """Return a result of the host in the memory where the model's state is."""
+        """Return the host's `result` where the model's state is, uploaded if that is a device."""
         if step.hidden.device == result.device:
             return result
         out = torch.empty_like(step.hidden)
@@ -373,7 +373,7 @@ class HybridExecutor(Executor):
         return out
 
     def _recover(self, *, shrink: bool) -> None:
-        """Return to a usable state after an error in the middle of a layer."""
+        """Return to a usable state after an error in a layer; with `shrink`, with fewer slots."""
         self.device.forget_rows()
         if self.captured is not None:
             self.captured.leave()

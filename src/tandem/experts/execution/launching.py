@@ -20,7 +20,10 @@ from tandem.policy.plan import Copy, LayerPlan
 def launch(
     cache: ExpertCache, device: Device, call: LayerCall, plan: LayerPlan, side: CallSide
 ) -> None:
-    """Launch the device's share of a plan; `call` must have its experts in launch order."""
+    """Launch the device's share of a plan in batches, and submit its fetches.
+
+    The experts of `call` must be in the plan's launch order.
+    """
     order, slot_of = plan.in_launch_order(), cache.planner.residency.slot_of
     first = plan.layer * cache.geometry.num_experts
 
@@ -54,7 +57,7 @@ def launch(
 
 
 def _groups(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
-    """Yield copies in order, in groups of at most `most` that share no slot."""
+    """Yield the copies in order, in groups of at most `most` copies to different slots."""
     group: list[Copy] = []
     for copy in copies:
         if len(group) == most or any(copy.slot == other.slot for other in group):

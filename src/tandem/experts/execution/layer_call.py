@@ -16,14 +16,17 @@ from tandem.experts.store.host_store import HostLayer
 
 
 class LayerCall:
-    """The data that a call's batches share; each batch fills a contiguous range of rows."""
+    """A call's routed tokens, sorted by expert, from which batches are made.
+
+    Each batch fills a contiguous range of rows.
+    """
 
     __slots__ = ("_functions", "_order", "_rows", "host", "routing")
 
     def __init__(
         self, host: HostLayer, functions: ExpertFunctions, routing: Routing, order: Sequence[int]
     ) -> None:
-        """Lay out the routed tokens with the active experts in the given order."""
+        """Sort the routed tokens by `order`, which must contain all active experts."""
         self.host = host
         self.routing = routing
         self._functions = functions
@@ -31,7 +34,7 @@ class LayerCall:
         self._rows = routing.sorted_by(order)
 
     def batch(self, first: int, last: int, side: CallSide) -> ExpertBatch:
-        """Return the batch of experts first .. last - 1 of the order, on a side."""
+        """Return the batch of the experts at positions first .. last - 1 of the order."""
         token, first_token = self._rows.token, self._rows.begin[first]
         experts, begin = self._order[first:last], self._rows.begin[first : last + 1]
         if self.host.input_order is not None:
@@ -49,8 +52,8 @@ class LayerCall:
     ) -> Callable[[], Tensor]:
         """Return a function that returns the weighted sums (n_tokens, hidden_size).
 
-        It must be called once all rows are on `side`. The fp32 additions are in the router's order,
-        first to last, so that either processor gives the same bits.
+        It must not be called before all rows are on `side`. The fp32 additions are in the router's
+        order, first to last, so that either processor gives the same bits.
         """
         post_norm, dtype = self._functions.post_norm, side.hidden.dtype
         sum_rows = prepare_sum(self._rows.row_of, top_k_weights.float())
@@ -71,10 +74,10 @@ def _ordered(
     begin: Sequence[int],
     token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs in the order of the experts' codes (GPTQ's activation order), and row numbers.
+    """Return a batch's inputs in activation order (GPTQ's), and each routed token's input index.
 
-    The inputs (n_rows, hidden_size) have a row per routed token instead of per token; the numbers
-    are 0..n_rows - 1, int32. This copies inputs, but weights stay as they are in the checkpoint.
+    The inputs (n_rows, hidden_size) have a row per routed token instead of per token, so the
+    indices are 0..n_rows - 1, int32. Inputs are copied; weights stay as in the checkpoint.
     """
     counts = torch.tensor([begin[i + 1] - begin[i] for i in range(len(experts))], device="cpu")
     expert_of_row = torch.tensor(experts, device="cpu").repeat_interleave(counts)

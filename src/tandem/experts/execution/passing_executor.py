@@ -7,16 +7,20 @@ from torch import Tensor
 
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import Executor
+from tandem.policy.plan import LayerLoad
 
 
 class PassingExecutor(Executor):
-    """Forwards everything to the wrapped executor. A subclass overrides `before` or `after`."""
+    """Forwards steps and calls to the wrapped executor. A subclass changes or observes the calls.
+
+    It overrides `before` or `after`. Direct calls are not forwarded.
+    """
 
     needs_steps = True
     takes_drafts = False  # recording and forcing expect one token per sequence in a step
 
     def __init__(self, inner: Executor) -> None:
-        """Wrap `inner`, with its store and its listeners."""
+        """Wrap `inner`, and share its store, cache and listeners."""
         super().__init__(inner.store)
         self.inner, self.cache, self.listeners = inner, inner.cache, inner.listeners
 
@@ -26,14 +30,18 @@ class PassingExecutor(Executor):
         return self.inner.asks_ahead
 
     def before(self, call: RoutedCall) -> RoutedCall:
-        """Return the call to compute."""
+        """Return the call that the wrapped executor computes in place of `call`."""
         return call
 
     def after(self, call: RoutedCall) -> None:
         """Observe a call after it was computed."""
 
+    def expect(self, known: Sequence[LayerLoad]) -> None:
+        """Announce the known loads to the wrapped executor."""
+        self.inner.expect(known)
+
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
-        """Announce the step."""
+        """Announce the step to the wrapped executor."""
         self.inner.begin_step(token_ids, is_prefill=is_prefill)
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
@@ -56,7 +64,7 @@ class PassingExecutor(Executor):
         self.inner.repeat_step(num_tokens)
 
     def deferring(self) -> AbstractContextManager[None]:
-        """Let the wrapped executor defer."""
+        """Return the wrapped executor's context in which layers may defer work."""
         return self.inner.deferring()
 
     def close(self) -> None:

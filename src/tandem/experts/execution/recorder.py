@@ -37,7 +37,7 @@ class _Step(NamedTuple):
 
 
 class _Sequence(NamedTuple):
-    """One finished sequence."""
+    """The tokens and the routing of one finished sequence."""
 
     ids: Array  # (n_tokens,)
     experts: Array  # (n_tokens, n_layers, top_k)
@@ -47,7 +47,10 @@ class _Sequence(NamedTuple):
 
 
 class RoutingRecorder(PassingExecutor):
-    """An executor that records the routing of sequences, one at a time or several side by side."""
+    """An executor that records routers' choices, of one sequence or of a batch of sequences.
+
+    All sequences of a batch must have the same length.
+    """
 
     def __init__(
         self,
@@ -58,10 +61,10 @@ class RoutingRecorder(PassingExecutor):
         hears_of_drafts: bool = False,
         by_token: Sequence[int] = (),
     ) -> None:
-        """Forward to `inner`; `guesses` returns the predictions of the `predictors`.
+        """Wrap `inner`; `guesses`, if given, returns the predictions of all `predictors`.
 
         `by_token` are the layers routed by token id. With `hears_of_drafts`, steps of one sequence
-        may verify drafted tokens: see `keep`.
+        may verify drafted tokens; the caller must then report rejected tokens by `keep`.
         """
         super().__init__(inner)
         self.takes_drafts = hears_of_drafts
@@ -73,7 +76,7 @@ class RoutingRecorder(PassingExecutor):
         self._sequences: list[_Sequence] = []
 
     def begin_sequences(self, batch: int = 1) -> None:
-        """Begin `batch` sequences side by side; earlier sequences end."""
+        """End the earlier sequences; record the next steps as those of `batch` new sequences."""
         self._finish()
         self._batch = batch
         self._is_recording = True
@@ -84,7 +87,7 @@ class RoutingRecorder(PassingExecutor):
         self._is_recording = False
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
-        """Record the tokens of a step."""
+        """Record the tokens of a step, and announce the step to the wrapped executor."""
         if self._is_recording:
             self._steps.append(_Step(np.array(token_ids, dtype=np.int32), [], [], []))
         super().begin_step(token_ids, is_prefill=is_prefill)
@@ -104,7 +107,7 @@ class RoutingRecorder(PassingExecutor):
         )
 
     def after(self, call: RoutedCall) -> None:
-        """Record the routing of a layer."""
+        """Record a layer's choice, gate weights and predictions for the next layer."""
         layer = call.layer
         # If a layer comes again before the next step begins, it has already been recorded.
         if self._is_recording and len(self._steps[-1].experts) == layer:
@@ -116,7 +119,10 @@ class RoutingRecorder(PassingExecutor):
             step.guesses.append({name: ids.numpy().copy() for name, ids in guesses.items()})
 
     def trace(self, model: str, **more: object) -> RoutingTrace:
-        """Return everything recorded so far as a trace; `more` goes into its meta."""
+        """End the sequences; return everything recorded so far as a trace with `more` in its meta.
+
+        Raises `ModelError` if nothing was recorded.
+        """
         self._finish()
         found = self._sequences
         if not found:
@@ -148,7 +154,7 @@ class RoutingRecorder(PassingExecutor):
         return trace
 
     def _finish(self) -> None:
-        """Split the steps since `begin_sequences` into the sequences of the batch."""
+        """Split the steps since `begin_sequences` into the batch's sequences, now finished."""
         steps = [step for step in self._steps if step.experts]
         self._steps = []
         if not steps:

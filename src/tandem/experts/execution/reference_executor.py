@@ -11,10 +11,10 @@ from tandem.kernels.reference import ExpertWeights, expert_ffn
 
 
 class ReferenceExecutor(Executor):
-    """Defines the results with which those of kernels and devices are compared."""
+    """Computes the results with which the results of kernels and devices are compared."""
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        """Compute a layer expert by expert."""
+        """Compute a call expert by expert; see `execute`."""
         layer, hidden, top_k_index, top_k_weights = call
         host = self.store[layer]
         out = torch.zeros(hidden.shape, dtype=torch.float32, device="cpu")

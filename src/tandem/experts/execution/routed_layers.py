@@ -32,12 +32,18 @@ def native_layer(layer: HostLayer, functions: ExpertFunctions) -> _native.Routed
 
 
 def can_run_steps(layer: HostLayer, functions: ExpertFunctions) -> bool:
-    """Tell whether native code can do all of a layer, from the router's choice to the sum."""
+    """Tell whether native code can compute a layer from the router's choice to the sum.
+
+    It cannot apply a norm after an expert, or reorder inputs for activation order.
+    """
     return functions.post_norm is None and layer.input_order is None
 
 
 def can_read(call: RoutedCall) -> bool:
-    """Tell whether native code can read a call's tensors as they are; gaps are allowed."""
+    """Tell whether native code can read the dtypes of a call's tensors.
+
+    The tensors need not be contiguous.
+    """
     _, hidden, index, weights = call
     return (
         hidden.dtype in TOKEN_DTYPES
@@ -56,7 +62,7 @@ class _Prepared(NamedTuple):
     runs_steps: bool
 
     def is_of(self, layer: HostLayer, functions: ExpertFunctions) -> bool:
-        """Tell whether the form was made from this layer in its present state."""
+        """Tell whether `native` was made from this layer in its present state."""
         slots = layer.slots if isinstance(layer, PackedLayer) else None
         return self.layer is layer and self.slots is slots and self.functions is functions
 
@@ -65,7 +71,7 @@ class RoutedLayers:
     """The layers of a store in native form, each prepared when first used."""
 
     def __init__(self, engine: _native.ExpertEngine) -> None:
-        """Compute with the threads of `engine`, which must be idle."""
+        """Compute with the threads of `engine`, which must be idle at each call."""
         self._engine = engine
         self._run = _native.RoutedExperts(engine).run
         self._layers: dict[int, _Prepared] = {}
@@ -95,9 +101,9 @@ class RoutedLayers:
     def run_directly(
         self, layer: HostLayer, functions: ExpertFunctions, call: RoutedCall
     ) -> tuple[Tensor, int] | None:
-        """Return a layer's result and its number of active experts.
+        """Compute a layer call on the CPU; return its result and the number of active experts.
 
-        Native code sorts, computes every expert on the CPU, and sums. Returns None if the kernels
+        Native code sorts the tokens, computes every expert and sums. Returns None if the kernels
         do not support the layer or the call.
         """
         native = self._prepared(layer, functions)

@@ -46,10 +46,10 @@ def _row_table(places: tuple[int, ...]) -> Tensor:
 
 
 class Routing:
-    """One call's choice of experts; ids outside 0..num_experts - 1 are padding and ignored."""
+    """One call's choice of experts; ids outside 0..num_experts - 1 are padding and are ignored."""
 
     def __init__(self, top_k_index: Tensor, num_experts: int) -> None:
-        """Count a (n_tokens, top_k) choice, which must be on the CPU."""
+        """Count the tokens of each expert in a (n_tokens, top_k) choice in host memory."""
         self.num_tokens, self.top_k = top_k_index.shape
         self.num_experts = num_experts
         # A single token's choice, for which no arrays are needed.
@@ -72,13 +72,14 @@ class Routing:
 
     @property
     def num_routed(self) -> int:
-        """The number of routed tokens, which is that of rows in each matrix of the call."""
+        """The number of routed tokens, and of rows in each matrix of the call."""
         return self.top_k if self._single is not None else len(self._valid)
 
     def load(self, layer: int, top_k_weights: Tensor | None) -> LayerLoad:
-        """Return the choice as a planner's load, without gate weights if `top_k_weights` is None.
+        """Return the choice as a load for the planner.
 
-        Gate weights are rounded to fp16, as in a trace, so that a replay makes the same decisions.
+        It has no gate weights if `top_k_weights` is None or if the choice has padding. Otherwise,
+        they are rounded to fp16, as in a trace, so that a replay makes the same decisions.
         """
         if top_k_weights is None:
             return LayerLoad(layer, self.experts, self.tokens, (), self._routes())
@@ -94,7 +95,10 @@ class Routing:
         return LayerLoad(layer, self.experts, self.tokens, by_expert, self._routes())
 
     def _routes(self) -> Sequence[Sequence[int]]:
-        """Return each token's experts, without padding tokens; empty if a token lacks only some."""
+        """Return the experts of each token that has `top_k` experts; padding tokens are left out.
+
+        The result is empty if some token has experts, but fewer than `top_k`.
+        """
         if self._single is not None:
             return (self._single,)
         rows = self._flat.reshape(self.num_tokens, self.top_k)
@@ -131,6 +135,6 @@ class Routing:
 
 
 SumRows = Callable[[Tensor], Tensor]
-"""Sums rows (n_rows, width) fp32 by token, in the order of the token's choice."""
+"""Takes rows (n_rows, width) fp32 and returns each token's sum, added in the router's order."""
 PrepareSum = Callable[[Tensor, Tensor], SumRows]
-"""Prepares a sum before its rows exist, from the row of each choice (-1: none) and the weights."""
+"""Takes the index of each choice's row (-1: none) and the weights; returns the `SumRows`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class RowMemory:
-    """Returns the same memory for each call; it grows with the largest call."""
+    """Returns the same memory for each call, as large as the largest call so far."""
 
     def __init__(self, allocate: Callable[[int], Tensor] = torch.empty) -> None:
         """Allocate with `allocate`, which takes a number of fp32 values."""
@@ -20,7 +20,7 @@ class RowMemory:
         self._view: Tensor | None = None
 
     def __call__(self, num_rows: int, width: int) -> Tensor:
-        """Return memory for (num_rows, width) fp32, which the next call reuses."""
+        """Return uninitialised memory (num_rows, width) fp32; the next call reuses it."""
         view = self._view
         if view is not None and view.shape == (num_rows, width):
             return view
@@ -32,12 +32,12 @@ class RowMemory:
         return self._view
 
     def holds(self, rows: Tensor) -> bool:
-        """Tell whether rows are in the present memory."""
+        """Tell whether `rows` is a view of the present memory."""
         memory = self._memory
         return memory is not None and (
             rows.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
         )
 
     def forget(self) -> None:
-        """Stop reusing the present memory, because a broken call may still write to it."""
+        """Give up the present memory, to which a failed call may still write."""
         self._memory = self._view = None

@@ -41,7 +41,7 @@ DenseSeconds = Callable[[int], float]  # of one layer, by token count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredExperts:
-    """A model's experts for timing; `kernels` are the CPU's."""
+    """A model's experts and what is needed to time them; `kernels` are the CPU's."""
 
     store: HostStore
     geometry: Geometry
@@ -52,7 +52,7 @@ class MeasuredExperts:
 
     @property
     def num_at_once(self) -> int:
-        """How many experts the measured batches of several experts have."""
+        """The number of experts in measured batches of several experts."""
         return min(EXPERTS_AT_ONCE, self.geometry.num_experts)
 
     def hidden(self, num_tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -61,7 +61,7 @@ class MeasuredExperts:
 
 
 def experts_in_memory(store: HostStore) -> list[Sequence[int]]:
-    """Return each layer's experts that are in memory; all of the layer's if too few are."""
+    """Return each layer's experts that are in memory, or all its experts if too few are."""
     found: list[Sequence[int]] = []
     for layer in store:
         every = range(layer.arrivals.num_experts)
@@ -74,9 +74,10 @@ def experts_in_memory(store: HostStore) -> list[Sequence[int]]:
 def measure_profile(
     experts: MeasuredExperts, *, name: str, dense_seconds: DenseSeconds
 ) -> HardwareProfile:
-    """Measure a model's experts on the CPU, the link, and both at once; the GPU table is the CPU's.
+    """Return a profile with measured times of CPU and link, alone and both at once.
 
-    A device measures its own computation; an emulated device's speed is an option of the user.
+    The GPU's times are the CPU's. A real device measures its own times instead; an emulated
+    device's speed is an option of the user (`with_emulated_gpu`).
     """
     bench, geometry = _Bench(experts), experts.geometry
     tokens, cpu, first = bench.cpu_tables()
@@ -128,7 +129,10 @@ def with_emulated_gpu(profile: HardwareProfile, speed: float) -> HardwareProfile
 def with_timed_steps(
     profile: HardwareProfile, prompt_tokens: int, prompt_seconds: float, step_seconds: float
 ) -> HardwareProfile:
-    """Return a profile whose dense times are those of whole steps less their experts' times."""
+    """Return the profile with dense times from timed steps: per layer, less the experts' time.
+
+    `prompt_seconds` is the time of a step of `prompt_tokens` tokens, `step_seconds` of one token.
+    """
     shape = profile.shapes[0]
 
     def rest(tokens: int, seconds: float) -> float:
@@ -168,17 +172,17 @@ def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProf
 
 
 def seconds_each(one: float, many: float, several: int, least: float) -> float:
-    """Return the cost of one more expert, from the times of a batch of one and one of several.
+    """Return the seconds of one more expert in a batch.
 
-    The result is at least `least`, the cost for fewer tokens, so that noise never makes the table
-    fall.
+    A batch of one expert takes `one` seconds, a batch of `several` experts `many`. The result is at
+    least `least`, the seconds for fewer tokens, so that noise never makes the table fall.
     """
     each = (many - one) / (several - 1) if several > 1 else one
     return max(each, many / several / 2, least)
 
 
 def while_repeating(other: Callable[[], object], work: Callable[[], float]) -> float:
-    """Return the result of `work`, which runs while a thread repeats `other`."""
+    """Run `work` while another thread repeats `other`; return the result of `work`."""
     stop = threading.Event()
 
     def keep_on() -> None:
@@ -195,7 +199,7 @@ def while_repeating(other: Callable[[], object], work: Callable[[], float]) -> f
 
 
 class _Bench:
-    """Times batches and copies; each uses the store's next experts in turn."""
+    """Times batches and copies; each measurement uses the store's next experts in turn."""
 
     def __init__(self, experts: MeasuredExperts) -> None:
         self._experts, self._store = experts, experts.store
@@ -210,7 +214,7 @@ class _Bench:
         self._rows = RowMemory()
 
     def _batch_seconds(self, num_experts: int, num_tokens: int) -> float:
-        """Time one batch of experts with `num_tokens` tokens each."""
+        """Return the seconds of one batch of experts with `num_tokens` tokens each."""
         layer, first = next(self._turns)
         for _ in range(num_experts - 1):
             next(self._turns)
@@ -233,7 +237,7 @@ class _Bench:
         return median(self._batch_seconds(num_experts, num_tokens) for _ in range(REPETITIONS))
 
     def cpu_tables(self) -> tuple[tuple[int, ...], tuple[float, ...], float]:
-        """Return (token counts, seconds of one more expert, surcharge of the first)."""
+        """Return (token counts, seconds of one more expert by count, surcharge of the first)."""
         several = self._experts.num_at_once
         tokens: list[int] = []
         seconds: list[float] = []

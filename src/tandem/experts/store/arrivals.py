@@ -14,10 +14,10 @@ TENSOR_NAMES = (*WEIGHT_NAMES, *(f"{name}_bias" for name in WEIGHT_NAMES))
 
 
 class Arrivals:
-    """What has arrived of one MoE layer, whose fused tensors have the given `shapes`."""
+    """Checks the shapes of one MoE layer's tensors, and counts the experts that have arrived."""
 
     def __init__(self, name: str, shapes: dict[str, tuple[int, ...]], num_spare: int = 0) -> None:
-        """Expect (num_experts, ...) tensors by name.
+        """Expect the fused tensors (num_experts, ...) of the layer `name`, with these `shapes`.
 
         The checkpoint may have tensors of `num_spare` more experts, which are never read.
         """
@@ -29,7 +29,7 @@ class Arrivals:
 
     @property
     def up_name(self) -> str:
-        """The first projection's name."""
+        """The name of the first projection's tensor: one of `UP_NAMES`."""
         return next(name for name in UP_NAMES if name in self.shapes)
 
     def check_fused(self, tensor_name: str, shape: tuple[int, ...]) -> None:
@@ -46,7 +46,7 @@ class Arrivals:
         self.check_fused(tensor_name, (self.num_experts, *shape))
 
     def count(self, tensor_name: str, num_experts: int) -> None:
-        """Record that a tensor of `num_experts` experts has been stored."""
+        """Record that `num_experts` more experts of a tensor have been stored."""
         self._num_filled[tensor_name] += num_experts
 
     @property
@@ -65,7 +65,7 @@ class Arrivals:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether all values are finite, at memory speed; waits for a GPU."""
+    """Tell whether all values are finite; for a tensor on a GPU, wait for the answer."""
     if tensor.numel() == 0:
         return True
     values = tensor.detach()

@@ -27,11 +27,11 @@ class HeldExpert:
         self.extents, self._slot = extents, slot
 
     def has_come(self) -> bool:
-        """Tell whether `wait` would return at once."""
+        """Tell whether the bytes are in memory, so that `wait` would return at once."""
         return self._slot is None or self._slot.has_come()
 
     def wait(self) -> None:
-        """Wait for the bytes; raises `ModelError` if they cannot be read."""
+        """Wait until the bytes are in memory; raises `ModelError` if they cannot be read."""
         if self._slot is not None:
             self._slot.wait()
 

@@ -54,9 +54,10 @@ def total_bytes() -> int:
 
 
 def require_host_memory(num_bytes: int, available: int, *, what: str, formats: str = "") -> None:
-    """Raise `HostCapacityError` if more than `available` bytes are needed.
+    """Raise `HostCapacityError` if `num_bytes` is more than `available`.
 
-    `formats`, if given, is the message's advice on what would fit.
+    In the message, `what` (a plural) names what takes the memory, and `formats`, if given, is the
+    advice on what would fit.
     """
     if num_bytes <= available:
         return

@@ -1,4 +1,4 @@
-"""Reads a layer whose experts are on the disk, from host slots or from the disk."""
+"""Reads the experts of a layer that is on the disk: from host slots, or from the disk into one."""
 
 import ctypes
 from dataclasses import dataclass
@@ -11,17 +11,18 @@ from tandem.kernels import _native
 
 @dataclass(frozen=True, slots=True)
 class LayerSlots:
-    """A layer's part of a model's host slots."""
+    """Access to one layer's experts in a model's host slots."""
 
     native: _native.HostSlots
     number: int
-    """The layer's index among those that have slots."""
+    """The layer's index among the layers that have host slots."""
     expert_bytes: int
 
     def hold(self, expert: int) -> HeldExpert:
         """Hold an expert in its slot, or read it into a slot; waits until a slot is free.
 
-        The calling thread must hold no other expert, or be able to release it independently.
+        The calling thread must hold no other expert, unless that expert is released even while this
+        call waits; otherwise the call may wait forever.
         """
         return self._at(self.native.hold(self.number, expert))
 
@@ -31,7 +32,7 @@ class LayerSlots:
         return None if held is None else self._at(held)
 
     def take_back(self, expert: int) -> HeldExpert | None:
-        """Return room for the bytes of an expert that leaves a device; None if it gets no slot.
+        """Return a slot for the bytes of an expert that leaves a device; None if it gets no slot.
 
         Call `keep` once the bytes have arrived; otherwise they are discarded at `let_go`.
         """

@@ -62,7 +62,11 @@ class PackedLayer:
         is_transposed: bool,
         is_interleaved: bool,
     ) -> None:
-        """Describe a layer by its source's orientation; memory is allocated when tensors arrive."""
+        """Describe a layer; memory is allocated when tensors arrive.
+
+        `is_transposed`: the checkpoint's weights are (inputs, outputs). `is_interleaved`: rows of
+        gate and up alternate in its tensors.
+        """
         self.layer = layer
         self.arrivals = arrivals
         self.layout = _layout(arrivals, fmt, is_transposed=is_transposed)
@@ -88,7 +92,7 @@ class PackedLayer:
         return self._buffers
 
     def put(self, tensor_name: str, fused: Tensor) -> None:
-        """Pack one projection or bias of all experts, (num_experts, ...)."""
+        """Pack the fused tensor (num_experts, ...) of one projection or bias."""
         self.arrivals.check_fused(tensor_name, tuple(fused.shape))
         self.put_all(tensor_name, [[tensor] for tensor in fused])
 
@@ -97,7 +101,7 @@ class PackedLayer:
         self._put(tensor_name, {expert: parts})
 
     def put_all(self, tensor_name: str, experts: Sequence[Sequence[Tensor]]) -> None:
-        """Pack every expert's tensor, each given in parts, on all cores at once."""
+        """Pack one projection or bias of all experts at once, on all cores; see `put_expert`."""
         self._put(tensor_name, dict(enumerate(experts)))
 
     def _put(self, tensor_name: str, experts: Mapping[int, Sequence[Tensor]]) -> None:
@@ -122,7 +126,7 @@ class PackedLayer:
     def put_codes(
         self, tensor_name: str, expert: int, coded: CodedMatrix, input_order: Tensor | None = None
     ) -> None:
-        """Store one expert's already quantised projection; each row of codes is an output's.
+        """Store one expert's already quantised projection; each row of codes makes one output.
 
         Column j of the codes belongs to input `input_order[j]`. For the second projection, the
         first projection's rows are put into that order; for the first, `LayerCall` orders the
@@ -154,9 +158,10 @@ class PackedLayer:
         self.arrivals.count(tensor_name, 1)
 
     def put_rows(self, tensor_name: str, experts: Sequence[Sequence[FileRows]]) -> None:
-        """Store all experts' projections from rows of a file; each is gate and up, or one matrix.
+        """Store one projection of all experts from rows of checkpoint files.
 
-        Raises `ModelError` for scales that are not finite; nothing is stored in that case.
+        An expert's entry has the rows of gate and of up, or of a single matrix. Raises `ModelError`
+        for scales that are not finite; nothing is stored in that case.
         """
         placings: list[Placing] = []
         for expert, parts in enumerate(experts):
@@ -182,19 +187,22 @@ class PackedLayer:
             yield Placing(target, fmt, part, name)
 
     def format_of(self, tensor_name: str) -> WeightFormat:
-        """Return the format of a projection."""
+        """Return the weight format of a projection."""
         layout = self.layout
         return layout.down_format if tensor_name == "down_proj" else layout.format
 
     def _orders(self) -> Tensor:
-        """Return the tensor for all experts' input orders (num_experts, hidden_size)."""
+        """Return `input_order`; at the first call, set it to the natural order of every expert."""
         if self.input_order is None:
             in_order = torch.arange(self.layout.hidden_size, dtype=torch.int32, device="cpu")
             self.input_order = in_order.repeat(self.arrivals.num_experts, 1)
         return self.input_order
 
     def adopt(self, stored_name: str, tensor: Tensor) -> None:
-        """Keep the buffers of a packed checkpoint as they are (they may be a mapped file)."""
+        """Use a packed checkpoint's buffers without a copy, or copy its input orders.
+
+        The buffers may be a mapped file. Raises `ModelError` for another name, shape or dtype.
+        """
         if stored_name == STORED_ORDER_NAME:
             self._orders().copy_(tensor)
             return
@@ -224,7 +232,7 @@ class PackedLayer:
         return unpack_expert(self.layout, self.buffers[expert])
 
     def extents(self, expert: int) -> list[Extent]:
-        """Return the parts of an expert's image in a slot: its packed bytes, unchanged."""
+        """Return the extents of an expert in a slot: one extent, its packed bytes."""
         return [Extent(0, self.buffers[expert])]
 
     def hold(self, expert: int) -> HeldExpert:
@@ -236,7 +244,10 @@ class PackedLayer:
         return self.hold(expert) if self.slots is None else self.slots.try_hold(expert)
 
     def take_back(self, expert: int) -> HeldExpert | None:
-        """Return a host slot for an expert that a device evicts; see `LayerSlots.take_back`."""
+        """Return a host slot for an expert that a device evicts; see `LayerSlots.take_back`.
+
+        Returns None if the buffers hold all experts.
+        """
         return None if self.slots is None else self.slots.take_back(expert)
 
     def weights_in(self, image: Tensor) -> ExpertWeights:
@@ -253,7 +264,10 @@ class PackedLayer:
         return self.layout.num_bytes
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the tensors for a packed checkpoint by name, including gaps between experts."""
+        """Return the layer's tensors for a packed checkpoint, by name.
+
+        Experts that came from a packed checkpoint keep the gaps between them.
+        """
         order = {} if self.input_order is None else {STORED_ORDER_NAME: self.input_order}
         experts = self.buffers if self._stored is None else self._stored
         return {STORED_NAME: experts, **order}
@@ -264,7 +278,7 @@ class PackedLayer:
         return self.arrivals.num_experts * self.layout.num_bytes
 
     def _are_halves(self, tensor_name: str, parts: Sequence[Tensor]) -> bool:
-        """Tell whether gate and up are packed separately; otherwise they are joined first."""
+        """Tell whether `parts` are gate and up and can be packed without joining them first."""
         if tensor_name != "gate_up_proj" or self._is_interleaved or self.is_transposed:
             return False
         shape = (self.layout.intermediate_size, self.layout.hidden_size)
@@ -273,7 +287,10 @@ class PackedLayer:
     def _roundings(
         self, tensor_name: str, expert: int, parts: Sequence[Tensor], importance: Tensor | None
     ) -> list[Rounding]:
-        """Return the targets for rounding an expert's weights; a bias is written directly."""
+        """Return the rounding jobs that pack an expert's tensor.
+
+        A bias is written at once, and the list is empty.
+        """
         name, out = f"{self.arrivals.name}, expert {expert}", self.buffers[expert]
         layout, interleaved = self.layout, self._is_interleaved
         if self._are_halves(tensor_name, parts):

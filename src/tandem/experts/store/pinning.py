@@ -75,7 +75,7 @@ def pin_store(
 
 
 def pin_slots(slabs: Sequence[Tensor], pin: Pin) -> Pinned:
-    """Pin host slots' memory in order until a part cannot be pinned; warn if some is left."""
+    """Pin host slots' memory, tensor by tensor, until one cannot be pinned; warn in that case."""
     done = 0
     for slab in slabs:
         if slab.nbytes > 0 and not pin(slab):
@@ -103,7 +103,7 @@ def _no_more_pinned() -> str:
 
 
 def _pin_layer(layer: HostLayer, pin: Pin) -> int:
-    """Pin a layer's tensors in order until one cannot be pinned; returns the pinned bytes."""
+    """Pin a layer's tensors in order until one cannot be pinned; return the number of bytes."""
     done = 0
     for tensor in layer.stored().values():
         if not pin(tensor):
@@ -113,7 +113,7 @@ def _pin_layer(layer: HostLayer, pin: Pin) -> int:
 
 
 def _move(layer: HostLayer) -> int:
-    """Move a layer to memory of its own, on separate pages; returns its bytes."""
+    """Move a layer to new memory, on pages without other data; return the number of bytes."""
     layer.move_to({name: _on_own_pages(tensor) for name, tensor in layer.stored().items()})
     return _stored_bytes(layer)
 
@@ -123,7 +123,7 @@ def _stored_bytes(layer: HostLayer) -> int:
 
 
 def _on_own_pages(tensor: Tensor) -> Tensor:
-    """Return a copy that, like packed weights, shares no memory page with other data."""
+    """Return a copy of `tensor` in new memory that shares no memory page with other data."""
     page = mmap.PAGESIZE
     memory = allocate(-(-tensor.nbytes // page) * page + page)
     begin = -memory.data_ptr() % page

@@ -77,7 +77,7 @@ class PlainLayer:
         return self._as_weights({name: tensor[expert] for name, tensor in self._tensors.items()})
 
     def extents(self, expert: int) -> list[Extent]:
-        """Return the parts of an expert's image in a slot: its tensors, one after another."""
+        """Return the extents of an expert in a slot: its tensors, one after another."""
         offsets = self._offsets()
         return [
             Extent(offsets[name], tensor[expert].reshape(-1).view(torch.uint8))
@@ -103,7 +103,7 @@ class PlainLayer:
         return self._as_weights(found)
 
     def expected_bytes(self, source_dtype: torch.dtype) -> int:
-        """Return the bytes of all tensors in the layer's dtype, or in the source's if None."""
+        """Return the bytes that all tensors will take, in the layer's dtype or `source_dtype`."""
         size = (self._dtype or source_dtype).itemsize
         return sum(math.prod(shape) * size for shape in self.arrivals.shapes.values())
 

@@ -39,7 +39,7 @@ class StandIn(Tensor):
         refuse_to_copy()
 
     def __repr__(self, **options: object) -> str:  # type: ignore[override]
-        """Show the shape."""
+        """Show shape and dtype."""
         return f"StandIn({tuple(self.shape)}, {self.dtype})"
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
@@ -50,7 +50,11 @@ class StandIn(Tensor):
 
 
 def keep_elsewhere(module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Make an experts module refuse reads of the tensors in `shapes`: the host store has them."""
+    """Prepare an experts module with empty parameters: the host store has its tensors.
+
+    Adapters and loading of state dicts are refused. The module's own state dict shows the tensors
+    as stand-ins with these `shapes`.
+    """
     for name in shapes:
         empty = module.get_parameter(name).data
         setattr(module, name, KeptElsewhere(empty, requires_grad=False))

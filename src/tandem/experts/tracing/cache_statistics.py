@@ -9,7 +9,7 @@ from tandem.policy.plan import Copy
 
 @dataclass(slots=True)
 class LayerCounts:
-    """The totals of one layer."""
+    """The totals of one layer over all steps."""
 
     active: int = 0
     hits: int = 0
@@ -25,13 +25,13 @@ class LayerCounts:
     cpu_waited_seconds: float = 0.0
 
     def __add__(self, other: "LayerCounts") -> "LayerCounts":
-        """Return the sum of each count."""
+        """Return the totals of both objects, added field by field."""
         return LayerCounts(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(slots=True)
 class CacheStatistics:
-    """Totals by layer; add it to a hybrid executor's listeners."""
+    """Sums up what the expert cache did, by layer; add it to a hybrid executor's listeners."""
 
     layers: dict[int, LayerCounts] = field(default_factory=dict)
     prefetch_issued: int = 0
@@ -43,7 +43,7 @@ class CacheStatistics:
     _ahead: set[tuple[int, int]] = field(default_factory=set)
 
     def __call__(self, event: LayerExecuted) -> None:
-        """Fold one event into the sums."""
+        """Add one layer's event to the totals; an event without a plan is ignored."""
         plan, load = event.plan, event.load
         if plan is None or load is None:
             return
@@ -85,22 +85,22 @@ class CacheStatistics:
 
     @property
     def active(self) -> int:
-        """Active experts of all layers and steps."""
+        """The number of active experts, over all layers and steps."""
         return sum(counts.active for counts in self.layers.values())
 
     @property
     def hits(self) -> int:
-        """Active experts that were resident and ready when their layer was planned."""
+        """The number of active experts that were resident and ready when planned."""
         return sum(counts.hits for counts in self.layers.values())
 
     @property
     def hit_rate(self) -> float:
-        """Hits over active experts; 0 before the first."""
+        """Hits divided by active experts; 0 before the first event."""
         return self.hits / self.active if self.active else 0.0
 
     @property
     def copies(self) -> int:
-        """All copies: fetched, inserted and prefetched."""
+        """The number of copies to the device: fetched, inserted and prefetched experts."""
         layers = self.layers.values()
         return sum(counts.fetched + counts.inserted for counts in layers) + self.prefetch_issued
 

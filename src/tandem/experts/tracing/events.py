@@ -16,9 +16,9 @@ class LayerExecuted(NamedTuple):
     num_tokens: int
     num_active_experts: int
     num_expert_rows: int
-    """Computed (token, expert) pairs."""
+    """The number of routed tokens: computed (token, expert) pairs."""
     touched_bytes: int
-    """Bytes of expert weights read."""
+    """The bytes of the active experts' weights."""
     load: LayerLoad | None = None
     """The load that was planned; None without a planner."""
     plan: LayerPlan | None = None
@@ -48,7 +48,7 @@ class ExpertStatistics:
     expert_rows: int = 0
 
     def __call__(self, event: LayerExecuted) -> None:
-        """Fold one event into the sums."""
+        """Add one event to the sums."""
         self.touched_bytes += event.touched_bytes
         each = event.touched_bytes // max(1, event.num_active_experts)
         self.separate_bytes += event.num_expert_rows * each

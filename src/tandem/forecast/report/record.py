@@ -43,7 +43,7 @@ class Record:
 
 
 def require_writable(path: Path, first_line: str, kind: str) -> None:
-    """Raise `ConfigError` if a file cannot be written, or was written by something else.
+    """Raise `ConfigError` if a file cannot be written, or exists and is of another type.
 
     An existing file may be overwritten if it begins with `first_line`. `kind` names such files in
     the message.

@@ -47,7 +47,7 @@ class Speeds(NamedTuple):
 def compare(
     what: str, forecast: Speeds, measured: Speeds, profile: HardwareProfile | None = None
 ) -> StageResult:
-    """Report a forecast beside its measurement."""
+    """Return a result with a forecast beside its measurement, as text and as numbers."""
     parts = [
         f"{name} {found:.1f} tok/s, forecast {predicted:.1f} ({predicted / found - 1:+.0%})"
         for name, predicted, found in zip(("prompt", "decode"), forecast, measured, strict=True)

@@ -1,4 +1,4 @@
-"""Runs stages that try something on this machine, in a process that may crash or hang.
+"""Runs stages, which each try something on this machine, in a process that may crash or hang.
 
 A driver fault ends the process, and a wait inside a GPU cannot be undone. So a child process runs
 the stages. If the child dies or takes too long, its present stage has failed, and a new child
@@ -53,7 +53,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a stage."""
+    """Whether a stage worked, what it reported, and how long it took."""
 
     name: str
     state: Literal["ok", "failed", "not here"]

@@ -12,7 +12,7 @@ from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 
 DATAPOINT, DATAPOINT_FORMAT = "datapoint", 1
-"""The key that marks a file of `tandem datapoint`, which contains a profile; the key's value."""
+"""The key, and its value, that mark a file of `tandem datapoint`; the file contains a profile."""
 
 
 def profile_names() -> list[str]:
@@ -22,8 +22,10 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name_or_path: str) -> HardwareProfile:
-    """Load a built-in profile by name, or a profile or datapoint by path (with a slash or
-    .json).
+    """Load a built-in profile by name, or the profile in a file: a profile or a datapoint.
+
+    A text with a slash or with the ending .json is a path. Raises `ConfigError` if there is no such
+    profile or file.
     """
     if "/" in name_or_path or name_or_path.endswith(".json"):
         path = Path(name_or_path)
@@ -80,7 +82,7 @@ def keep_file(path: Path, text: str) -> None:
 
 
 def shape_for(profile: HardwareProfile, model: str, geometry: Geometry) -> ShapeCosts:
-    """Return the costs of a traced model by name, else the costs of the most similar shape."""
+    """Return the costs for a traced model: by its name, else those of the most similar shape."""
     name = model.lower().rsplit("/", 1)[-1]
     for costs in profile.shapes:
         if costs.shape in name or name in costs.shape:
@@ -89,7 +91,7 @@ def shape_for(profile: HardwareProfile, model: str, geometry: Geometry) -> Shape
 
 
 def _distance(costs: ShapeCosts, geometry: Geometry) -> tuple[int, int, int]:
-    """Return the distance between shapes: by experts, then top-k, then layers."""
+    """Return the distance between shapes, as differences of experts, top-k and layers."""
     return (
         abs(costs.num_experts - geometry.num_experts),
         abs(costs.top_k - geometry.top_k),

@@ -29,14 +29,14 @@ ADAPTERS: Mapping[str, Adapter] = {
     "step3p7.modeling_step3p7.Step3p7Experts": Step3p7Experts,
     "llama4.modeling_llama4.Llama4ForCausalLM": with_image_outputs,
 }
-"""The adapter for each class in `transformers.models`."""
+"""Adapters by class, named as in `transformers.models`."""
 
 TEXT_MODELS: Mapping[str, str] = {"step3p5": "Step3p5ForCausalLM"}
-"""The class for each model type; the class is in the file here with the model type as its name."""
+"""Classes by model type; the file in this folder named as the model type has the class."""
 
 
 def text_class(model_type: str) -> type[PreTrainedModel] | None:
-    """Return Tandem's class of a text model; None: Transformers has one, or none exists."""
+    """Return Tandem's own class for a text model; None: Tandem has none for this model type."""
     if model_type not in TEXT_MODELS:
         return None
     found: type[PreTrainedModel] = getattr(

@@ -21,7 +21,7 @@ class StackedRows(NamedTuple):
 
 
 class AdaptedExperts(nn.Module):
-    """Gated experts of a foreign module: its tensors in their layout, with the interface's names.
+    """Gated experts from another module: its tensors as they are, by the names of the interface.
 
     Only Tandem computes them: a call before their executor is bound raises `ConfigError`.
     """

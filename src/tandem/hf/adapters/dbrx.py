@@ -1,4 +1,4 @@
-"""DBRX: one tensor has all experts' matrices of one kind, stacked by rows."""
+"""DBRX: a tensor stacks the rows of one matrix (w1, v1 or w2) of all experts."""
 
 import torch
 from torch import Tensor, nn

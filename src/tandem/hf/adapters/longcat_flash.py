@@ -7,9 +7,9 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts
 
 
 class LongcatFlashExperts(AdaptedExperts):
-    """The experts of a layer: those with weights, then those that return their input.
+    """The experts of a layer: first experts with weights, then experts that return their input.
 
-    The router chooses among both kinds. The executor treats experts without weights as padding,
+    The router chooses among all of them. The executor treats experts without weights as padding,
     which adds nothing.
     """
 

@@ -1,7 +1,8 @@
-"""Finds routers that a captured step can run ahead: they choose a product's largest values.
+"""Finds routers that a captured step can run ahead: they choose the largest values of a product.
 
-A router's other operations (a softmax, weights) do not matter: a router qualifies if it chooses
-what the product chooses, for random states. A bias may follow a monotonic function of the product.
+The product is that of a matrix and the state; a monotonic function of it and a bias may follow. A
+router qualifies if it chooses for random states what the product chooses, whatever else it does,
+such as a softmax.
 Routers that choose by token id alone need not be run ahead.
 """
 
@@ -24,7 +25,7 @@ _LEAST_EQUAL = 0.98
 
 
 class LinearRouter(NamedTuple):
-    """Chooses the largest of weight (experts, hidden_size) times a state, plus bias (experts,).
+    """Chooses the largest values of weight (experts, hidden_size) @ state + bias (experts,).
 
     The function of `SCORINGS` that `scoring` names, if any, is applied to the product before the
     bias is added.
@@ -60,7 +61,7 @@ def linear_router(router: Router) -> LinearRouter | None:
 
 
 def scored(logits: Tensor, scoring: str) -> Tensor:
-    """Apply a function of `SCORINGS` to products."""
+    """Return products after the function of `SCORINGS` that `scoring` names; "" is none."""
     if scoring == "sigmoid":
         return logits.sigmoid()
     return F.softplus(logits).sqrt() if scoring == "sqrtsoftplus" else logits
@@ -80,7 +81,7 @@ def _is_like(logits: Tensor, choice: Tensor) -> bool:
 
 
 def linear_routers(routers: Sequence[Router]) -> list[LinearRouter | None] | None:
-    """Return the routers as products; None if any of them is not a product.
+    """Return the routers as products; None if any router is neither a product nor by token id.
 
     The entry of a router that chooses by token id is None.
     """

@@ -1,9 +1,9 @@
-"""Looks ahead: runs the next MoE layer's router on this layer's state to predict its choice.
+"""Looks ahead: runs the next MoE layer's router on this layer's router input, as a prediction.
 
-"gate" runs the router on the state as it is (HybriMoE); "residual" first adds the mean difference
-(DALI, equation 10). Look-ahead runs between a layer's router and its experts, and changes nothing
-in the model. An opaque call reports each router's input, so that recorded and captured steps report
-it too.
+"gate" uses the input as it is (HybriMoE); "residual" first adds the mean difference between the two
+routers' inputs (DALI, equation 10). Look-ahead runs between a layer's router and its experts, and
+changes nothing in the model. An opaque call reports each router's input, so that recorded and
+captured steps report it too.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ SOURCES = ("gate", "residual")
 
 
 class LookAhead:
-    """Predicts the next layer's experts throughout a step; `look_ahead` of a hybrid executor."""
+    """Predicts the experts of each next layer; a hybrid executor calls it as its `look_ahead`."""
 
     def __init__(
         self, routers: Sequence[Router], residuals: Residuals, sources: Sequence[str]
     ) -> None:
-        """Listen to `routers`, in the order of the MoE layers, until `close`."""
+        """Add hooks to `routers`, which must be in the MoE layers' order; `close` removes them."""
         self.residuals = residuals
         self.guesses: dict[str, Tensor] = {}
         """By source: the experts (n_tokens, top_k) predicted for the next layer."""
@@ -51,7 +51,7 @@ class LookAhead:
         ]
 
     def for_graphs(self) -> list[LookAheadRouter | None] | None:
-        """Return the routers after the first as captured steps run them; None if impossible.
+        """Return all routers but the first, as captured steps run them; None if impossible.
 
         It is possible if "residual" is the only source, and each router is one product or chooses
         by token id. The entry of a router by token id is None, because its choice is known.
@@ -65,7 +65,7 @@ class LookAhead:
         ]
 
     def close(self) -> None:
-        """Stop listening."""
+        """Remove the hooks from the routers."""
         for handle in self._handles:
             handle.remove()
 
@@ -100,7 +100,11 @@ class LookAhead:
         )
 
     def __call__(self, layer: int) -> tuple[Hint, ...]:
-        """Return the hints for the next layer; none unless the router of `layer` has just run."""
+        """Return one hint from each source for the MoE layer after `layer`; empty if impossible.
+
+        The last router that has run must be that of `layer`, and if the next router reads token
+        ids, a router must have read them in this step.
+        """
         self.guesses = {}
         if self._hidden is None or self._layer != layer or layer + 1 >= len(self._routers):
             return ()

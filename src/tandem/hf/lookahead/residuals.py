@@ -59,7 +59,7 @@ class Residuals:
         hidden_size: int,
         device: torch.device | str = "cpu",
     ) -> "Residuals":
-        """Read fixed vectors.
+        """Read vectors from a file; `learn` does not change them.
 
         Raises `FileFormatError` for a damaged file, and `ConfigError` for vectors of another model.
         """

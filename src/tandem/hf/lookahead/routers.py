@@ -24,7 +24,7 @@ class Router(NamedTuple):
 
     module: nn.Module
     rest: tuple[object, ...]
-    """The arguments after the hidden state; TOKEN_IDS stands for the ids."""
+    """The arguments after the hidden state; TOKEN_IDS stands for the ids of a step's tokens."""
     options: dict[str, object]
     place: int
     """The index of the choice among the router's outputs."""
@@ -94,7 +94,11 @@ def find_routers(model: PreTrainedModel, bound: Bound) -> list[Router] | str:
 def _watch(
     experts: dict[str, int], names: dict[nn.Module, str]
 ) -> Iterator[tuple[list[_Call], dict[str, Tensor]]]:
-    """Record the calls of modules that return integers, and the choice that experts receive."""
+    """Yield two collections that forward passes inside the context fill.
+
+    They are the calls of modules whose outputs include integers, and the first
+    choice that each experts module received, by the module's name.
+    """
     calls: list[_Call] = []
     choices: dict[str, Tensor] = {}
 
@@ -129,7 +133,10 @@ def _nearest(
     names: dict[nn.Module, str],
     choice: Tensor,
 ) -> _Call | None:
-    """Return the call that made a choice, in the smallest block without other experts."""
+    """Return the call that returned `choice`, nearest to the experts module `name`; None: no call.
+
+    Larger and larger blocks around the module are searched, until one contains other experts.
+    """
     block = name
     while block:
         block = block.rpartition(".")[0]

@@ -64,7 +64,7 @@ class ObservedModel:
 
     @property
     def link_bytes_per_second(self) -> float | None:
-        """The link's bandwidth that the options set."""
+        """The link's bandwidth by the options; None: they set none."""
         bandwidth = self.options.link_bandwidth
         return None if bandwidth is None else parse_bandwidth(bandwidth)
 
@@ -77,11 +77,11 @@ class ObservedModel:
         return expert_functions(self.bound[0][0])
 
     def cpu_kernels(self, on_busy: Callable[[float], None] | None = None) -> ExpertKernels:
-        """Return new kernels on the model's threads."""
+        """Return new kernels on the model's threads; `on_busy` gets the seconds of every batch."""
         return ExpertKernels(self.threads, on_busy=on_busy)
 
     def experts(self, kernels: ExpertKernels) -> MeasuredExperts:
-        """Return the model's experts for timing."""
+        """Return the model's experts in the form in which they are timed."""
         return MeasuredExperts(
             store=self.store,
             geometry=self.geometry,
@@ -119,7 +119,7 @@ class ObservedModel:
         return Machine(profile, profile.charged(shape, path.host_path), path)
 
     def why_planned(self) -> str | None:
-        """Return the option that steps in one graph cannot follow; None: they follow all."""
+        """Return, in words, the option that steps in one graph cannot follow; None: no option."""
         if self.options.look_ahead and self.look_ahead_routers is None:
             return "look-ahead, as not each router is one product"
         return self.options.why_planned()

@@ -40,7 +40,7 @@ def measured_profile(
 
 
 def profile_path(observed: ObservedModel, cache_dir: Path | None = None) -> Path:
-    """Return where the profile is kept."""
+    """Return the path of the file that keeps the profile for a model."""
     directory = (cache_dir or observed.options.cache_path) / "profiles"
     return directory / f"{observed.model_type}-{profile_key(observed)}.json"
 

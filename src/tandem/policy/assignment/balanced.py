@@ -32,7 +32,7 @@ class _Read(NamedTuple):
 
     @classmethod
     def of(cls, problem: LayerProblem, on_disk: Sequence[int], fetch: int, link: float) -> "_Read":
-        """Return the times if the first `fetch` are fetched; the CPU's experts are read earlier."""
+        """Return the times if the first `fetch` are fetched; all others are read before them."""
         left, total, copied = on_disk[fetch:], 0.0, 0.0
         after_link = after_reads = float("-inf")
         end = arrived = added(problem.read for _ in left)
@@ -48,9 +48,10 @@ class _Read(NamedTuple):
         return cls(fetch, bool(left), *on_cpu, total, after_link, after_reads)
 
     def copied(self, problem: LayerProblem, link: float, others: int, done: float) -> float:
-        """Return when the GPU has computed the last fetched expert.
+        """Return when the GPU has computed all fetched experts.
 
-        `others` more experts are copied first, and the GPU has computed them at `done`.
+        `others` more experts are fetched from memory and copied first; the GPU has computed them at
+        `done`.
         """
         busy = problem.link_busy + others * link
         return max(done + self.gpu_seconds, busy + self.after_link, self.after_reads)
@@ -83,14 +84,14 @@ class _Pair(NamedTuple):
 
 
 class Balanced:
-    """Compares every number of fetches with every number of spills."""
+    """Chooses the numbers of fetches and spills for which the later processor ends soonest."""
 
     def __init__(self, *, pipelined: bool = True) -> None:
-        """Minimise the pipeline's time; without `pipelined`, that of DALI's equations 3 to 9."""
+        """Choose the cost model: the pipeline's; without `pipelined`, DALI's equations 3 to 9."""
         self.pipelined = pipelined
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the best split; ties fetch the expert with the higher cache score."""
+        """Return the best split; fetches are by descending CPU seconds, then descending score."""
         wait, cpu, scores = problem.wait, problem.cpu, problem.scores
         order = sorted(range(len(wait)), key=lambda i: (-cpu[i], -scores[i]))
         absent = [i for i in order if wait[i] < 0]
@@ -151,7 +152,7 @@ class Balanced:
     def _fetch_seconds(
         self, problem: LayerProblem, absent: Sequence[int], link: float
     ) -> tuple[list[float], list[float]]:
-        """Return, by number of fetches, the GPU seconds of all fetched experts and the last end."""
+        """Return two lists by number of fetches: their total GPU seconds, and when they end."""
         limit = min(len(absent), problem.max_fetches)
         gpu = problem.gpu
         total, done = [0.0], [0.0]

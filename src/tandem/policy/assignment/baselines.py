@@ -29,13 +29,13 @@ class GpuOnly:
     pipelined = True
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the split with nothing on the CPU, as far as equation 9 allows."""
+        """Return the split with nothing on the CPU, as far as the limit of fetches allows."""
         order = sorted(range(len(problem.experts)), key=lambda i: -problem.tokens[i])
         return priced(problem, *limit_fetches(problem, order), pipelined=True)
 
 
 class HitsOnGpu:
-    """Paper 2: hits on the GPU, even while they are being copied; misses on the CPU."""
+    """Paper 2 (papers.md): hits, even those being copied, on the GPU; misses on the CPU."""
 
     pipelined = True
 
@@ -53,7 +53,7 @@ class LayerStatic:
     pipelined = True
 
     def __init__(self, *, stream_from: int | None = None) -> None:
-        """Stream absent experts through the GPU in layers of >= `stream_from` routed tokens."""
+        """Set the number of routed tokens in a layer from which it is streamed; None: never."""
         self.stream_from = stream_from
 
     def assign(self, problem: LayerProblem) -> Split:
@@ -72,7 +72,7 @@ class Fiddler:
     pipelined = False
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the split expert by expert, without looking at either processor's total."""
+        """Return the split, decided for each expert alone: no processor's total is considered."""
         link = problem.link
         on_gpu = [
             i
@@ -91,7 +91,7 @@ class Dali:
     pipelined = False
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return Algorithm 1's answer; equation 9, which it ignores, is applied afterwards."""
+        """Return Algorithm 1's split, to which the limit of fetches is applied afterwards."""
         t_cpu, t_gpu = problem.cpu, equation_gpu(problem)
         by_difference = sorted(range(len(t_gpu)), key=lambda i: -abs(t_gpu[i] - t_cpu[i]))
         total_cpu = total_gpu = 0.0
@@ -115,7 +115,7 @@ class RatioSplit:
     pipelined = False
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the best prefix."""
+        """Return the split whose later processor ends soonest; the GPU computes a prefix."""
         t_cpu, t_gpu = problem.cpu, equation_gpu(problem)
         order = sorted(range(len(t_gpu)), key=lambda i: t_gpu[i] / t_cpu[i] if t_cpu[i] else 1e99)
         total_gpu, total_cpu = 0.0, sum(t_cpu)

@@ -28,7 +28,7 @@ class Published(NamedTuple):
 
     @classmethod
     def of(cls, problem: LayerProblem) -> "Published":
-        """Return a problem's layer as the device sees it."""
+        """Return the problem's layer, its experts sorted into hits and misses, as published."""
         held, places = 0.0, problem.places
         absent, under_way = list[int](), list[int]()
         in_memory, coming = list[int](), list[int]()
@@ -54,7 +54,7 @@ class Published(NamedTuple):
 
 
 def with_reads(problem: LayerProblem, layer: Published, cpu: float) -> float:
-    """Return when the CPU has computed `layer.coming` too; its other experts end at `cpu`."""
+    """Return when the CPU has computed `layer.coming`, after its other experts, done at `cpu`."""
     end = 0.0
     for i in layer.coming:
         if problem.is_on_disk(i):

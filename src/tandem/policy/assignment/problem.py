@@ -81,7 +81,7 @@ def added(seconds: Iterable[float]) -> float:
 def computed_as_read(problem: LayerProblem, on_cpu: Iterable[int]) -> tuple[float, float]:
     """Return the CPU seconds of experts that a disk reads in this order, and when the CPU is done.
 
-    The CPU computes each expert after its read. The end assumes that it computes no others.
+    The CPU computes each expert once it is read. "Done" assumes that the CPU computes nothing else.
     """
     total = done = end = 0.0
     for i in on_cpu:
@@ -92,7 +92,7 @@ def computed_as_read(problem: LayerProblem, on_cpu: Iterable[int]) -> tuple[floa
 
 
 def longest_first(problem: LayerProblem, on_cpu: Iterable[int]) -> list[int]:
-    """Return positions in the order in which the disk reads these experts for the CPU."""
+    """Return the positions `on_cpu`, longest CPU time first: the disk's order of reads."""
     return sorted(on_cpu, key=lambda i: -problem.cpu[i])
 
 
@@ -172,7 +172,10 @@ def all_on_cpu(problem: LayerProblem, *, pipelined: bool) -> Split:
 
 
 def limit_fetches(problem: LayerProblem, on_gpu: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Convert positions for the GPU to (fetch, spill); fetches over the limit are dropped."""
+    """Return (fetch, spill) if the GPU computes the experts at positions `on_gpu`.
+
+    Fetches over the limit are dropped, which leaves their experts to the CPU.
+    """
     kept = set(on_gpu)
     fetch = [problem.experts[i] for i in on_gpu if problem.wait[i] < 0][: problem.max_fetches]
     spill = [e for i, e in enumerate(problem.experts) if problem.wait[i] >= 0 and i not in kept]

@@ -8,7 +8,7 @@ from tandem.policy.plan import ONCE, TWICE
 
 
 class Rule:
-    """Splits layers with an assignment; keeps the splits of layers whose experts are resident."""
+    """Splits layers with an assignment; reuses splits for resident experts with one token each."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class Rule:
         fetches: bool = True,
         in_graph: bool = False,
     ) -> None:
-        """With `never_worse_than_cpu` the CPU computes the whole layer where that is sooner.
+        """Store an assignment; `never_worse_than_cpu`: the CPU computes a whole layer if sooner.
 
         `native` is the assignment's number if it has a native form. `fetches` says whether the
         assignment ever fetches: each layer of a step `in_graph` then has a second launch.

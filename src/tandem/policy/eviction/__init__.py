@@ -8,7 +8,7 @@ from tandem.policy.eviction.policy import Eviction
 __all__ = ["EVICTIONS", "IN_HOST_SLOTS", "Eviction"]
 
 IN_HOST_SLOTS = ("next-use", "lru")
-"""The policies for host slots, which native code implements."""
+"""The policies that host slots may follow: native code implements them."""
 
 EVICTIONS: Registry[Eviction] = Registry("eviction")
 EVICTIONS.register("next-use", formerly="successor")(NextUse)

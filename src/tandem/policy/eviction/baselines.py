@@ -23,7 +23,7 @@ class Lru(Eviction):
         self._step += 1
 
     def touch(self, load: LayerLoad) -> None:
-        """Stamp every active expert."""
+        """Record this step as the last use of every active expert."""
         first, step, last_use = load.layer * self._num_experts, self._step, self._last_use
         for expert in load.experts:
             last_use[first + expert] = step
@@ -45,12 +45,12 @@ class Fifo(Eviction):
         self._inserted = 0
 
     def scores(self, keys: Sequence[int]) -> list[float]:
-        """Return the number of each expert's insertion."""
+        """Return the number of each expert's latest insertion; 0 before any, as at the start."""
         arrival = self._arrival
         return [arrival[key] for key in keys]
 
     def inserted(self, key: int) -> None:
-        """Number the insertion."""
+        """Give the expert the next insertion number."""
         self._inserted += 1
         self._arrival[key] = self._inserted
 
@@ -61,11 +61,11 @@ class Decayed(Eviction):
     background = "idle"
 
     def __init__(self, geometry: Geometry, *, decay: float = 0.97) -> None:
-        """Weigh a step `decay` times as much as the step after it."""
+        """Start all counts at zero; a step weighs `decay` times as much as the step after it."""
         self._counts = DecayedCounts(geometry.num_layers, geometry.num_experts, decay)
 
     def touch(self, load: LayerLoad) -> None:
-        """Count the tokens."""
+        """Age the layer's counts, and add the tokens of each active expert."""
         self._counts.tick(load.layer)
         for expert, tokens in zip(load.experts, load.tokens, strict=True):
             self._counts.add(load.layer, expert, tokens)
@@ -129,7 +129,7 @@ class CopyOnMiss(Lru):
         self._left = 0
 
     def begin_step(self, *, is_prefill: bool) -> None:
-        """Renew the quota; a prefill neither reads nor fills the cache."""
+        """Renew the quota, which is 0 in a prefill: then no expert enters."""
         super().begin_step(is_prefill=is_prefill)
         self._left = 0 if is_prefill else self._quota
 
@@ -216,7 +216,7 @@ class HybriMoeScore(Eviction):
         self._scores = DecayedCounts(geometry.num_layers, geometry.num_experts, 1.0 - alpha)
 
     def touch(self, load: LayerLoad) -> None:
-        """Fold this step's scores in, averaged over the tokens."""
+        """Add this step's gate weights (else token counts) to S, scaled to sum to `alpha`."""
         layer, scores = load.layer, self._scores
         scores.tick(layer)
         amounts = load.weights or load.tokens

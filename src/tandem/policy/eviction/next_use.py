@@ -43,7 +43,7 @@ class Span(NamedTuple):
     horizon: int
     """Steps that predictions look ahead."""
     discount: float
-    """The discount per step of delay."""
+    """The factor on the score for each step that passes until the next use."""
 
 
 USUAL_SPAN = Span(HORIZON, DISCOUNT)
@@ -69,13 +69,13 @@ class _Use(NamedTuple):
 
 
 def prior_of(geometry: Geometry, span: Span = USUAL_SPAN) -> float:
-    """Return the initial score of an expert, with all equally likely."""
+    """Return the initial score, the same for each expert: all are equally likely to be used."""
     share = geometry.top_k / geometry.num_experts
     return sum(share * ((1 - share) * span.discount) ** step for step in range(span.horizon))
 
 
 def losses(span: Span = USUAL_SPAN) -> list[int]:
-    """Return how much each step until the next use reduces the score, in fixed point."""
+    """Return, by step, how much that step without a use lowers the score; in units of 1 / ONE."""
     targets = [*(round(ONE * span.discount**step) for step in range(span.horizon)), 0]
     return [now - later for now, later in pairwise(targets)]
 
@@ -92,7 +92,7 @@ class _Pending(NamedTuple):
 class NextUse(Eviction, LearnsInTables):
     """Ranks experts by their predicted discounted next use, or by the rule that a layer follows.
 
-    A layer's rows are computed lazily: when a score of the layer is read, when `learn` is called,
+    A layer's rows are updated lazily: when a score of the layer is read, when `learn` is called,
     or when the layer is touched again. Which of these comes first changes no score.
     """
 
@@ -140,7 +140,7 @@ class NextUse(Eviction, LearnsInTables):
         self._above = experts
 
     def noted_natively(self, num_tokens: int) -> None:
-        """Record that a decode step of `num_tokens` was recorded in the native tables."""
+        """Note that native code has recorded a decode step of `num_tokens` tokens in the tables."""
         self._batch = max(1, num_tokens)
         for table in self.tables:
             table.forget_values()
@@ -154,7 +154,7 @@ class NextUse(Eviction, LearnsInTables):
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
     ) -> Sequence[int]:
-        """Return the misses, the most promising first."""
+        """Return the misses, the highest score first."""
         if len(misses) < 2:
             return misses
         ranked = sorted(zip([-score for score in self.scores(misses)], misses, strict=True))
@@ -288,13 +288,13 @@ class PureTable:
         self._values = None
 
     def _weighed(self, load: LayerLoad, divisor: int) -> int:
-        """Return the row of token counts: in larger batches a busy expert saves more CPU time."""
+        """Return the row of token counts over `divisor`: busier experts save more CPU time."""
         unit, half = self._lanes.unit, divisor // 2
         pairs = zip(load.experts, load.tokens, strict=True)
         return sum([unit[e] * min((tokens + half) // divisor, MAX_TOKENS) for e, tokens in pairs])
 
     def _settle(self, pending: _Pending) -> None:
-        """Add a part of the error to each row of a prediction."""
+        """Compute a prediction's true scores; add a part of its error to each of its rows."""
         num_rows = len(pending.experts) + len(pending.above)
         shift = rate_shift(RATE, num_rows)
         truth = seen = 0

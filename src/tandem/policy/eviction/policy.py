@@ -17,14 +17,14 @@ class Eviction(Protocol):
     # link has time).
     background: str
     reads_weights: bool = False
-    """Whether `touch` reads a load's gate weights; otherwise they are omitted."""
+    """Whether `touch` reads a load's gate weights; if not, loads come without weights."""
 
     def resized(self, set_sizes: Sequence[int]) -> None:
         """Set how many slots each set of the cache has: one set per layer, or one for all."""
         return  # not abstract
 
     def rule(self, layer: int) -> str:
-        """Return the rule by which a layer was last ranked, for a policy with several."""
+        """Return the name of the rule that ranked a layer last; empty if the policy has none."""
         return ""
 
     def begin_step(self, *, is_prefill: bool) -> None:
@@ -45,7 +45,10 @@ class Eviction(Protocol):
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
     ) -> Sequence[int]:
-        """Return absent experts of the layer (slot_of < 0) that should enter, best first."""
+        """Return experts of the layer that should enter the cache, best first.
+
+        `misses` includes staged experts. Other experts may enter if they are absent: slot_of < 0.
+        """
         return misses
 
     def scores(self, keys: Sequence[int]) -> list[float]:

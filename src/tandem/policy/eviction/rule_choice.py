@@ -57,7 +57,7 @@ class Start:
         self._squares = [0] * len(RULES)
 
     def weigh(self, hits: Sequence[int]) -> None:
-        """Add the hits of one layer in one step, by rule."""
+        """Add one layer's hits in one step, by rule; change `rule` if another is surely better."""
         for rule, num_hits in enumerate(hits):
             more = num_hits - hits[RECENCY]
             self._leads[rule] += more

@@ -13,7 +13,7 @@ _HALVE_AT = 1e6
 
 
 class Counts(NamedTuple):
-    """How often expectations of each bin occurred and came true; layers until the next count."""
+    """What a `Calibration` has counted, by bin, and in how many layers it will count again."""
 
     seen: Sequence[float]
     came_true: Sequence[float]
@@ -22,9 +22,10 @@ class Counts(NamedTuple):
 
 
 class Calibration:
-    """Frequencies by bin of expected tokens, starting from "an expectation is a probability".
+    """Counts, by bin of expected tokens, how often an expert with that expectation was used.
 
-    There are `levels` tables of bins, one for each level of further evidence, such as hints.
+    At first, an expectation counts as a probability. There are `levels` tables of bins, one
+    for each level of an expert's hints (see `hint_blend`); a calibration without hints has one.
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class Calibration:
         self.frequencies = [true / seen for true, seen in zip(self._true, self._seen, strict=True)]
 
     def is_due(self) -> bool:
-        """Tell whether the current layer's outcome should be counted; most are not."""
+        """Advance by one layer; tell whether to count its outcome. Few layers are counted."""
         self._countdown = self._countdown - 1 or self._count_every
         return self._countdown == self._count_every
 
     def observe(
         self, forecast: Forecast, active: Sequence[int], levels: Mapping[int, int] | None = None
     ) -> None:
-        """Count a forecast's outcome; `levels` has experts' levels of evidence, 0 by default."""
+        """Count which experts were `active`; `levels` has the levels of hinted experts, else 0."""
         used = set(active)
         base, scale = forecast.base, forecast.scale * CHANCE_BINS
         seen, true = self._seen, self._true

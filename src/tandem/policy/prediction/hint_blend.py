@@ -24,8 +24,9 @@ class HintSources:
         self._names: list[str] = []
 
     def factor(self, name: str) -> int | None:
-        """Return the factor of a source's weights in the combined level; None for a third
-        source.
+        """Return a source's place value in levels, a power of WEIGHTS; None for a third source.
+
+        An expert's level is the sum of place value times weight over the sources.
         """
         if name not in self._names:
             if len(self._names) == MAX_SOURCES:
@@ -73,12 +74,12 @@ class HintBlend:
         return layer in self._levels
 
     def take(self, layer: int) -> Mapping[int, int] | None:
-        """Remove a layer's hints; return them if they should be counted now, else None."""
+        """Remove a layer's hints; return them as levels if they should be counted, else None."""
         levels = self._levels.pop(layer, None)
         return levels if levels and self._calibration.is_due() else None
 
     def observe(self, forecast: Forecast, active: Sequence[int], levels: Mapping[int, int]) -> None:
-        """Count the outcome of a forecast made without hints, by the hints' `levels`."""
+        """Count the outcome of a forecast made without hints; `take` has returned `levels`."""
         self._calibration.observe(forecast, active, levels)
 
     def blend(self, forecast: Forecast, layer: int) -> Forecast:

@@ -23,12 +23,12 @@ MAX_TOKENS = 64  # a longer step is a prompt and teaches nothing about the next 
 
 
 def prior_of(geometry: Geometry) -> float:
-    """Return the initial value of rows, with which their sum predicts all experts equally."""
+    """Return the initial value of a row; 2 * top_k such rows predict all experts equally."""
     return geometry.top_k / geometry.num_experts / (2 * geometry.top_k)
 
 
 class PredictorState(NamedTuple):
-    """The state between steps, without the tables."""
+    """What a predictor knows between steps, apart from its tables of rows."""
 
     before: Sequence[Sequence[int]]
     """The previous step's experts, by layer."""
@@ -62,7 +62,7 @@ class RegressionPredictor(Prediction):
         self._hints = HintBlend()
 
     def state(self) -> PredictorState:
-        """Return the state between steps, without the tables."""
+        """Learn all lessons; return the state between steps, which does not include the tables."""
         self.learn()
         return PredictorState(self._before, self._calibration.counts(), self._hints.counts())
 
@@ -83,11 +83,11 @@ class RegressionPredictor(Prediction):
         self._tables.begin_step(token_ids)
 
     def hint(self, hint: Hint) -> None:
-        """Record a hint; how often hints come true is counted."""
+        """Record a hint, to be blended into the forecast of its layer."""
         self._hints.hint(hint)
 
     def observe(self, load: LayerLoad) -> None:
-        """Record a lesson for the table rows that predicted this layer."""
+        """Record a layer's load, from which the rows that predicted it will learn."""
         layer, experts = load.layer, load.experts
         if max(load.tokens) <= MAX_TOKENS:
             self._note(load)
@@ -95,7 +95,7 @@ class RegressionPredictor(Prediction):
         self._above = experts
 
     def predict(self, layer: int) -> Forecast | None:
-        """Return the sum of the active rows, blended with hints if there are any."""
+        """Return the active rows' forecast, blended with hints if any; None without active rows."""
         if not self._has_rows(layer):
             return None
         forecast = self._forecast(layer)
@@ -104,7 +104,7 @@ class RegressionPredictor(Prediction):
         return forecast
 
     def is_hinted(self, layer: int) -> bool:
-        """Tell whether hints are blended in."""
+        """Tell whether there are hints for the layer in this step."""
         return self._hints.knows(layer)
 
     def learn(self) -> None:
@@ -123,7 +123,7 @@ class RegressionPredictor(Prediction):
         return Forecast(scores, SUM_OFFSET, 1.0 / ONE, self._calibration.frequencies)
 
     def _note(self, load: LayerLoad) -> None:
-        """Keep a lesson for later, but count its forecast's and hints' outcomes now."""
+        """Keep a load as a lesson for later, but count now how its forecast and hints came out."""
         layer = load.layer
         if not self._has_rows(layer):
             return
@@ -170,12 +170,12 @@ class _Tables:
             self._token_rows.append(self._rows_of_bucket[bucket])
 
     def scores(self, layer: int, above: Sequence[int], before: Sequence[int]) -> memoryview:
-        """Return the sum of a layer's active rows."""
+        """Return the sum of a layer's active rows, by expert: ONE per token, plus SUM_OFFSET."""
         self._predicted[layer] = found = self._sum(layer, above, before)
         return self._regression.read(*found)
 
     def teach(self, load: LayerLoad, above: Sequence[int], before: Sequence[int]) -> None:
-        """Move the active rows by a part of the error."""
+        """Move the rows that predicted this load by a part of their error."""
         layer = load.layer
         predicted = self._predicted.pop(layer, None)
         total, num_rows = predicted or self._sum(layer, above, before)

@@ -32,30 +32,33 @@ class _Rate:
 
 @dataclass(slots=True)
 class Acceptance:
-    """The rates of all drafts of one drafter."""
+    """How often drafted tokens of one drafter were right, by group of tokens.
+
+    `Draft.evidence` has the groups.
+    """
 
     decay: float = _DECAY
     """The factor of a token's weight for each newer token."""
     prior: float = 0.4
-    """The rate before any evidence."""
+    """The rate of a group before any of its tokens has been judged."""
     prior_weight: float = 2.0
     """The weight of the prior, in tokens."""
     common_weight: float = 0.0
-    """The weight of the common rate of all kinds, in tokens of one kind: large for positions in a
-    draft, which behave alike; 0 for kinds of matches, which differ."""
+    """The weight, in tokens, of the rate of all groups together as a prior for each group: large if
+    the groups are positions in a draft, which behave alike; 0 if they are lengths of matches."""
     _common: _Rate = field(default_factory=_Rate)
     _rates: defaultdict[int, _Rate] = field(default_factory=lambda: defaultdict(_Rate))
 
     def add(self, evidence: int, *, is_hit: bool) -> None:
-        """Record whether a drafted token was right, given that those before it were."""
+        """Record whether a token of a group was right, given that those before it were right."""
         self._common.add(self.decay, is_hit=is_hit)
         self._rates[evidence].add(self.decay, is_hit=is_hit)
 
     def chances(self, evidence: Sequence[int], estimates: Sequence[float] = ()) -> list[float]:
         """Return, for each token of a draft, the chance that it and all before it are right.
 
-        `estimates` are the drafter's own for the tokens, which count while few tokens with the same
-        evidence have been judged.
+        `evidence` has the tokens' groups. `estimates` are the drafter's own chances, which count
+        while few tokens of the same group have been judged.
         """
         expected, weight = self.prior, self.prior_weight
         if self.common_weight:
@@ -84,7 +87,7 @@ class OpenDraft:
         return not self.is_wrong and self.num_judged < len(self.draft.tokens)
 
     def judge(self, tokens: Sequence[int], acceptance: Acceptance) -> None:
-        """Compare the draft with the generated tokens."""
+        """Compare the draft with `tokens`, the sequence so far, and record what was right."""
         draft = self.draft
         while self.is_open and self.length + self.num_judged < len(tokens):
             place = self.num_judged

@@ -13,8 +13,8 @@ class Draft(NamedTuple):
 
     tokens: Sequence[int]
     evidence: Sequence[int]
-    """The kind of evidence for each token, given that those before it are right; tokens of one kind
-    share an acceptance rate."""
+    """The group of each token, such as the length of the match that it follows; tokens of one group
+    share an acceptance rate, given that the tokens before them are right."""
 
 
 class Drafter(Protocol):
@@ -27,7 +27,7 @@ class Drafter(Protocol):
         """
 
     def end(self) -> None:
-        """Handle the end of the sequence."""
+        """Record that the sequence has ended; called once, after the last `draft`."""
 
 
 class SureDraft(NamedTuple):
@@ -44,7 +44,7 @@ class PaidDrafter(Protocol):
     def draft(
         self, histories: Mapping[int, Sequence[int]], most: Mapping[int, int], least: float
     ) -> Mapping[int, SureDraft]:
-        """Return drafts by slot: up to `most` tokens each, often fewer.
+        """Return drafts by slot: up to `most[slot]` tokens each, often fewer.
 
         `histories` has all tokens of each sequence, by slot. A drafter that knows its confidence
         must end a draft when the chance that all its tokens are right falls below `least`.

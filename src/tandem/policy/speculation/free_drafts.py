@@ -33,7 +33,7 @@ class _Request:
     drafts."""
 
     def settle(self, length: int) -> None:
-        """Count the tokens since the last plan: each right draft saved a step."""
+        """Update the allowance by the tokens since the last plan: each right draft saved a step."""
         if self.price is not None:
             self.allowance += length - self.length - 1 - self.price
         if self.length:
@@ -42,7 +42,7 @@ class _Request:
 
 
 class _Chosen(NamedTuple):
-    """The drafted tokens of a step."""
+    """The drafted tokens that a step of one size would verify; empty if they do not fill it."""
 
     gain: float = 0.0
     """Expected tokens per second, relative to a step without drafts."""
@@ -54,14 +54,14 @@ class _Chosen(NamedTuple):
 
 @dataclass(slots=True)
 class FreeDrafts:
-    """A drafter for each sequence."""
+    """The drafting method whose drafters, one per sequence, cost nothing."""
 
     make_drafter: MakeDrafter
     acceptance: Acceptance = field(default_factory=Acceptance)
     _requests: dict[int, _Request] = field(default_factory=dict)
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the plan with the most tokens per second; None if no size of step is filled."""
+        """Return the plan with the most tokens per second; None if drafts fill no size of step."""
         histories, rooms, batch, costs = step
         drafts = {slot: self._drafted(slot, tokens) for slot, tokens in histories.items()}
         chances = {
@@ -98,7 +98,7 @@ class FreeDrafts:
     def _chosen(
         self, size: int, chances: Mapping[int, Sequence[float]], batch: int, costs: StepCosts
     ) -> _Chosen:
-        """Return the likeliest tokens that fill a step and fit their requests' allowances."""
+        """Return the likeliest tokens within the requests' allowances, if they fill the step."""
         one, seconds, num_drafted = costs.seconds(batch), costs.seconds(size), size - batch
         if one is None or seconds is None or num_drafted <= 0:
             return _Chosen()

@@ -38,7 +38,7 @@ _LIKELY = 0.9
 
 
 class _Terms(NamedTuple):
-    """The conditions for weighing a step's drafts."""
+    """What decides how many tokens a step drafts and verifies, apart from the drafts."""
 
     batch: int
     length: int
@@ -51,7 +51,7 @@ class _Terms(NamedTuple):
 
 @dataclass(slots=True)
 class _Judged:
-    """A draft to be judged, by position in the draft and by the drafter's confidence."""
+    """A draft to be judged twice: for the rates by position, and for those by confidence."""
 
     by_place: OpenDraft
     by_sureness: OpenDraft
@@ -61,7 +61,7 @@ class _Judged:
 
 @dataclass(slots=True)
 class PaidDrafts:
-    """One drafter for all sequences."""
+    """The drafting method whose drafter, one for all sequences, takes time."""
 
     drafter: PaidDrafter
     clock: Callable[[], float]
@@ -85,7 +85,11 @@ class PaidDrafts:
     _patience: int = _TRIED_AGAIN_AFTER
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return a plan with the number of drafted tokens that is fastest, or a trial."""
+        """Return the plan with the fastest number of drafted tokens, or a trial.
+
+        Returns None if there is no room for drafts, or while steps without drafts, with which it
+        compares, are not measured.
+        """
         histories, rooms, batch, costs = step
         for slot, tokens in histories.items():
             self._judge(slot, tokens)
@@ -172,7 +176,7 @@ class PaidDrafts:
         return self._worth(found, terms)
 
     def _note(self, slot: int, draft: SureDraft, length: int, num_requested: int) -> None:
-        """Store a draft of a sequence of this many tokens, to be judged later."""
+        """Keep a slot's draft, made after `length` tokens of its sequence, to be judged later."""
         tokens, count = draft.tokens, len(draft.tokens)
         if not count:  # an empty draft took time, too
             self.acceptance.add(0, is_hit=False)
@@ -185,14 +189,14 @@ class PaidDrafts:
         )
 
     def _least(self, terms: _Terms) -> float:
-        """Return the least chance of a token and all before it for which the token pays."""
+        """Return the least chance, that a token and all before it are right, with which it pays."""
         costs, most = terms.costs, terms.batch + terms.length
         verified = (costs.seconds(most + 1) or 0.0) - (costs.seconds(most) or 0.0)
         drafted = (self.costs.seconds(terms.length) or 0.0) / terms.length
         return min(_LIKELY, terms.speed * (verified + drafted))
 
     def _worth(self, found: Mapping[int, SureDraft], terms: _Terms) -> Drafts:
-        """Return the likeliest tokens, up to the number that gains most over the usual speed."""
+        """Return the likeliest tokens by slot, as many as gain most compared with `terms.speed`."""
         chances = sorted(
             (
                 (chance, slot)
@@ -213,5 +217,5 @@ class PaidDrafts:
 
 
 def _kinds(sureness: Sequence[float]) -> list[int]:
-    """Return the kinds of evidence for levels of confidence."""
+    """Return the group of each confidence: its tenth, 0 to 9. Tokens of one group share a rate."""
     return [min(_SURENESSES - 1, int(sure * _SURENESSES)) for sure in sureness]

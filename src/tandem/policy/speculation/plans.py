@@ -22,7 +22,7 @@ class NextStep(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Drafts for a step."""
+    """Drafts that a step may verify: what they gain, and a function that returns them."""
 
     gain: float
     """Expected tokens per second, relative to a step without drafts."""
@@ -41,7 +41,7 @@ class Drafting(Protocol):
     """A drafting method for the requests of one scheduler."""
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the method's best plan for the next step, for `best_plan`."""
+        """Return the method's best plan for the next step, which may not pay; None: no plan."""
 
     def forget(self, slot: int) -> None:
         """Drop the state of a finished request."""

@@ -22,7 +22,7 @@ _KEPT_TOKENS = 1 << 15
 
 
 class EarlierAnswers:
-    """The latest answers of a session, searchable by three tokens."""
+    """The latest answers given to `add`; any three consecutive tokens can be looked up."""
 
     def __init__(self, most_tokens: int = _KEPT_TOKENS) -> None:
         """Keep at most `most_tokens` tokens."""
@@ -43,7 +43,7 @@ class EarlierAnswers:
             self._ends[answer[end - _LONGEST : end]] = answer, end
 
     def find(self, tokens: Sequence[int]) -> tuple[Sequence[int], int]:
-        """Return the latest answer that contains the last tokens, and their end; or ((), 0)."""
+        """Return the latest answer with the last three tokens, and where they end; or ((), 0)."""
         return self._ends.get(tuple(tokens[-_LONGEST:]), ((), 0))
 
     def _drop_oldest(self) -> None:
@@ -87,7 +87,7 @@ class PromptLookup:
             self._earlier.add(self._tokens[self._answer_begin :])
 
     def _found(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the end of an earlier occurrence of the last tokens, and its length; or (0, 0)."""
+        """Return the end of an earlier match of the last tokens, and its length; or (0, 0)."""
         for size in range(min(_LONGEST, len(tokens) - 1), _SHORTEST - 1, -1):
             end = self._ends.get(tuple(tokens[-size:]))
             if end is not None:
@@ -111,7 +111,7 @@ def _match_length(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
 
 
 def _draft(text: Sequence[int], end: int, length: int, first_kind: int) -> Draft:
-    """Return the tokens after a match of `length` tokens, with their kinds of evidence."""
+    """Return the tokens after a match of `length` tokens; longer matches are higher groups."""
     found = text[end : end + MOST_DRAFTED]
     lengths = range(length, length + len(found))
     return Draft(found, [first_kind + sum(n >= least for least in _EVIDENCE) for n in lengths])

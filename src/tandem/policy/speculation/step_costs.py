@@ -44,7 +44,7 @@ class _Line:
         self.y = self.y * _LEVEL_DECAY + y
 
     def at(self, x: float, level_weight: float) -> float:
-        """Return the line's value at `x`, with a prior for a flat line; 0 without points."""
+        """Return the line's value at `x`; 0 without points. A high `level_weight` flattens it."""
         if not self.weight:
             return 0.0
         slope = self.xy / (self.xx + level_weight)
@@ -64,12 +64,12 @@ class StepCosts:
     shape_weight: float = _TYPICAL
     _line: _Line = field(default_factory=_Line)
     _own: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)
-    """For each step size, the latest steps: (step number, time minus the estimate of shape and
+    """For each step size, the latest steps: (step number, log of its time minus that of shape and
     line)."""
     _num_steps: int = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Record a step that is a replay, or of a kind that is never replayed.
+        """Record a step's seconds; to be called only once it is settled how steps of its size run.
 
         The first step of each size is not counted, because it was still compared with the model's
         own code.
@@ -98,7 +98,7 @@ class StepCosts:
         return len(self._latest(num_tokens))
 
     def _beyond(self, num_tokens: int) -> float:
-        """Return the known deviation of a size from the line."""
+        """Return a size's deviation from shape and line, on the log scale; 0 if it is not known."""
         latest = self._latest(num_tokens)
         if not latest:
             return 0.0

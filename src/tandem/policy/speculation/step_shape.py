@@ -28,7 +28,10 @@ _GROWTH = 0.72
 
 
 def shape_of_bytes(dense_bytes: float, expert_bytes: float) -> StepShape:
-    """Return the shape for experts that are all in one memory, relative to a step of one token."""
+    """Return the shape of steps whose time is proportional to the bytes read from one memory.
+
+    A step reads `dense_bytes` once; `expert_bytes` are those of one token's experts.
+    """
 
     def seconds(num_tokens: int) -> float:
         return dense_bytes + expert_bytes * pow(num_tokens, _GROWTH)
@@ -47,7 +50,7 @@ class TouchedExperts:
     _num_seen: int = 0
 
     def observe(self, load: LayerLoad) -> None:
-        """Update the costs by the experts of a planned layer's tokens and the tokens before."""
+        """Update the costs by the experts of a layer's latest tokens, those of `load` included."""
         num_layers = self.planner().geometry.num_layers
         if not load.routes or load.layer % max(1, num_layers // _MOST_LAYERS):
             return
