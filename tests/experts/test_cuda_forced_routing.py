@@ -1,5 +1,6 @@
 """Tests of forced routing on a GPU: a step's choices are copied once, without a wait."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.experts.execution.batch import ExpertFunctions, RoutedCall
 from tandem.experts.execution.executor import Executor
 from tandem.experts.execution.forced_routing import ForcedRouting
+from tandem.experts.execution.recorder import RoutingRecorder
+from tandem.policy.plan import LayerLoad
 from tandem.trace import RoutingTrace, TraceMeta
 from tests.experts.machines import FUNCTIONS, GEOMETRY, HIDDEN, make_store
 
@@ -40,6 +43,10 @@ class Noting(Executor):
     def __init__(self) -> None:
         super().__init__(make_store(GEOMETRY._replace(num_layers=NUM_LAYERS)))
         self.calls: list[RoutedCall] = []
+        self.known: list[LayerLoad] = []
+
+    def expect(self, known: Sequence[LayerLoad]) -> None:
+        self.known += known
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
         self.calls.append(call)
@@ -87,3 +94,11 @@ def test_every_layer_gets_its_own_choice_of_the_traces_next_tokens() -> None:
             expected = trace.experts[at : at + num_tokens, call.layer]
             assert call.top_k_index.tolist() == expected.tolist()
         at += num_tokens
+
+
+def test_known_loads_reach_the_executor_unless_the_trace_replaces_them() -> None:
+    inner, known = Noting(), [LayerLoad(0, (1,), (1,))]
+    RoutingRecorder(inner).expect(known)
+    assert inner.known == known
+    ForcedRouting(inner, make_trace(20)).expect(known)
+    assert inner.known == known

@@ -165,7 +165,7 @@ class LlamaCpp:
             batch.n_tokens = n
             tokens = random.integers(300, self._vocabulary, n)
             for i in range(n):
-                batch.token[i] = self._next_token if n == 1 else int(tokens[i])
+                batch.token[i] = self._next_token if count == 1 else int(tokens[i])
                 batch.pos[i] = position + first + i
                 batch.n_seq_id[i] = 1
                 batch.seq_id[i][0] = 0
