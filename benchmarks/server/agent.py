@@ -2,8 +2,9 @@
 
 A prefix of 8,000 tokens with tools, then turns of 100 to 300 new tokens, each a tool's result or a
 question, over /v1/messages, which such agents use. The result is the number of computed prompt
-tokens over the number of new ones: at least 1. The model is a 4-layer random Qwen3-MoE with a token
-per character, so that a prefix of 8,000 tokens is short. The last line is JSON.
+tokens over the number of new ones. The models are random with 4 layers and a token per character,
+so that a prefix of 8,000 tokens is short: one of each `--architectures`, which attend to all
+tokens, to windows, with latents, and with states of linear attention. The last line is JSON.
 """
 
 import argparse
@@ -21,6 +22,7 @@ _TEXT = (REPOSITORY / "tests/data/wikitext_4096.txt").read_text(encoding="utf-8"
 _TEXT = _TEXT.encode("ascii", "ignore").decode()
 _TEMPLATE = REPOSITORY / "tests/data/chat_templates/Qwen-Qwen3-0.6B.jinja"
 _BEGINNING_TOKENS, _CONTEXT = 8000, 131_072
+_ARCHITECTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 _TOOL = {
     "name": "read_file",
     "description": "Reads a file.",
@@ -28,9 +30,9 @@ _TOOL = {
 }
 
 
-def save_model(directory: Path) -> Path:
+def save_model(directory: Path, architecture: str) -> Path:
     """Write the model, with Qwen3's chat template."""
-    save_served_checkpoint(directory, context=_CONTEXT, num_hidden_layers=4)
+    save_served_checkpoint(directory, architecture, context=_CONTEXT, num_hidden_layers=4)
     (directory / "chat_template.jinja").write_text(_TEMPLATE.read_text("utf-8"), "utf-8")
     return directory
 
@@ -84,11 +86,15 @@ def main() -> None:
     """Serve the model and run the turns."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--architectures", nargs="+", default=_ARCHITECTURES)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        model = save_model(Path(directory) / "agent")
-        with running_server(model, "--kv-disk", "4GiB", cache=Path(directory)) as server:
-            found = turns_of(server, options.turns)
+    found = {}
+    for architecture in options.architectures:
+        with tempfile.TemporaryDirectory() as directory:
+            model = save_model(Path(directory) / "agent", architecture)
+            with running_server(model, "--kv-disk", "4GiB", cache=Path(directory)) as server:
+                found[architecture] = turns_of(server, options.turns)
+        print(f"{architecture}: {found[architecture]['computed_over_new']:.3f}", flush=True)
     print(json.dumps(found))
 
 

@@ -87,7 +87,6 @@ TINY = {
     "python -m benchmarks.server.long_prompt": "--tokens 500 --layers 1",
     "python -m benchmarks.server.steadiness": "--model tiny --minutes 0.1 --clients 4",
     "python -m benchmarks.server.restart [": "--shape qwen3-30b-a3b --layers 1 --tokens 64",
-    "python -m benchmarks.server.restart ~": "--tokens 64",
     "tandem bench --shape": f"{LAYER} --prompt 4 --gen 2",
     "tandem bench --shape deepseek-v2-lite": f"{LAYER} --replay TRACE --prompt 4 --gen 2",
     "tandem bench kernels": "--tokens 1",

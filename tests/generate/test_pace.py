@@ -124,19 +124,3 @@ def test_many_waiting_prompts_get_as_much_time_as_streams() -> None:
         assert not pace.may_prefill
         pace.decoded(0.02)
     assert pace.may_prefill
-
-
-def test_chunks_that_other_programs_slow_down_now_and_then_are_shorter() -> None:
-    """Every eighth chunk takes three times its time, and still keeps the gap, nearly."""
-    pace, gaps, lengths = Pace(0.5), list[float](), list[int]()
-    for number in range(160):
-        num_tokens = pace.chunk_tokens(MOST)
-        slowdown = 3.0 if number % 8 == 0 and number < 120 else 1.0
-        seconds = slowdown * (0.02 + num_tokens * 0.004)
-        pace.prefilled(num_tokens, seconds)
-        while not pace.may_prefill:
-            pace.decoded(0.03)
-        gaps.append(seconds)
-        lengths.append(num_tokens)
-    assert max(gaps[40:120]) < 1.0  # 1.5 by the mean alone
-    assert lengths[-1] > 1.5 * max(lengths[100:120])  # alone again, they are long again

@@ -13,12 +13,14 @@ CONTEXT = 32768
 END_ID = 2
 
 
-def save_served_checkpoint(directory: Path, *, context: int = CONTEXT, **values: int) -> Path:
+def save_served_checkpoint(
+    directory: Path, name: str = "qwen3_moe", *, context: int = CONTEXT, **values: int
+) -> Path:
     """Write a tiny random model that never ends by itself: its end token is never likely.
 
     `values` override config values.
     """
-    save_tiny_checkpoint(directory, "qwen3_moe", **values)
+    save_tiny_checkpoint(directory, name, **values)
     for file in directory.glob("*.safetensors"):
         tensors = load_file(file)
         if "lm_head.weight" in tensors:

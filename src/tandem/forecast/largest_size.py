@@ -1,7 +1,7 @@
 """Finds the largest packed size of a model that is forecast to reach a given speed.
 
-The sizes tried are those of one format for all parts: a mixed recipe of as many bytes runs as fast
-and loses less.
+Only sizes with one format for all parts are tried. The result is a number of bytes for `tandem pack
+--size`, whose mixed recipe of that size runs as fast and loses less accuracy.
 """
 
 from collections.abc import Callable

@@ -164,7 +164,10 @@ def _median(times: Sequence[Times]) -> Times:
 
 
 def _layers_to_time(sizes: ModelSizes) -> list[int]:
-    """Return how many layers each timed model has: two counts, or all layers of a small model."""
+    """Return the layer counts of the models to time.
+
+    There are two, to extrapolate from; or only the full count if the whole model is small.
+    """
     if sizes.layers_bytes <= _WHOLE_BYTES:
         return [sizes.num_layers]
     listed = cut_shape(sizes, sizes.num_layers).kinds

@@ -36,7 +36,7 @@ class Finding:
 
 
 class _Facts(NamedTuple):
-    """Facts from the files of a machine."""
+    """What the machine's files say about WSL, its memory setting and huge pages."""
 
     wsl: int | None
     setting: str | None

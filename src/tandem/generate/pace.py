@@ -21,9 +21,6 @@ _KEPT = 0.8
 # Chunks that differ less in length say nothing about the costs of a token (a coefficient of
 # variation).
 _LEAST_SPREAD = 0.1
-# A chunk that other programs slow down by more than this factor makes the next ones shorter, at
-# most by the second factor; the excess shrinks to so much with each chunk.
-_USUAL_OVERRUN, _MOST_OVERRUN, _OVERRUN_KEPT = 1.25, 3.0, 0.95
 
 
 class ChunkCosts:
@@ -49,21 +46,6 @@ class ChunkCosts:
         its tokens take as long as the fixed cost, or r times as long if r > 1 prompts run per
         stream. `part` is the number of streams over the number of running requests.
         """
-        fixed, per_token = self._estimate()
-        room = seconds - fixed
-        if room < _LEAST_TOKENS * per_token:
-            room = fixed * max(1.0, (1 - part) / part)
-        return room / per_token
-
-    def overrun(self, num_tokens: int, seconds: float) -> float:
-        """Return a chunk's duration over its estimate; 1 before a chunk is recorded."""
-        if self._sums[0] == 0:
-            return 1.0
-        fixed, per_token = self._estimate()
-        return seconds / (fixed + per_token * num_tokens)
-
-    def _estimate(self) -> tuple[float, float]:
-        """Return the fixed seconds of a chunk and the seconds of a token."""
         weight, tokens, total, squares, products = self._sums
         mean_tokens, mean_seconds = tokens / weight, total / weight
         variance = squares / weight - mean_tokens**2
@@ -71,7 +53,11 @@ class ChunkCosts:
         if variance > (_LEAST_SPREAD * mean_tokens) ** 2:
             slope = (products / weight - mean_tokens * mean_seconds) / variance
             per_token = min(max(slope, 0.01 * per_token), per_token)
-        return mean_seconds - per_token * mean_tokens, per_token
+        fixed = mean_seconds - per_token * mean_tokens
+        room = seconds - fixed
+        if room < _LEAST_TOKENS * per_token:
+            room = fixed * max(1.0, (1 - part) / part)
+        return room / per_token
 
 
 class Pace:
@@ -85,7 +71,6 @@ class Pace:
         self._owed_seconds = 0.0  # seconds of decode steps that are due before the next chunk
         self._num_tokens = 0.0
         self._costs = ChunkCosts()
-        self._overrun = 1.0  # how much longer a chunk may take than its estimate
 
     @property
     def may_prefill(self) -> bool:
@@ -110,9 +95,6 @@ class Pace:
         chunk's forward also gave each stream a token.
         """
         if num_tokens > 0 and seconds > 0:
-            found = self._costs.overrun(num_tokens, seconds) / _USUAL_OVERRUN
-            kept = 1.0 + _OVERRUN_KEPT * (self._overrun - 1.0)
-            self._overrun = min(max(found, kept), _MOST_OVERRUN)
             self._costs.note(num_tokens, seconds)
         if part == 0:
             return
@@ -123,8 +105,7 @@ class Pace:
         if seconds <= 0 or num_tokens < 0.5 * self._num_tokens:
             return
         room = self._max_gap_seconds - (0.0 if has_decoded else self._decode_seconds)
-        room = max(room / self._overrun, _LEAST_SHARE * self._max_gap_seconds)
-        target = self._costs.tokens_within(room, part)
+        target = self._costs.tokens_within(max(room, _LEAST_SHARE * self._max_gap_seconds), part)
         change = min(max(target / num_tokens, 1 / _MOST_CHANGE), _MOST_CHANGE)
         self._num_tokens = num_tokens * change
 

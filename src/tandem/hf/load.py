@@ -290,9 +290,10 @@ def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
 
 
 def _name_of_count(text: PreTrainedConfig) -> str:
-    """Return the name of the config value that counts the layers in tensor names.
+    """Return the config attribute that holds the number of layers, as tensor names number them.
 
-    LongCat's layers have two attentions each, and its `num_hidden_layers` counts the attentions.
+    This is usually `num_hidden_layers`. LongCat's counts attentions, two for each layer, and its
+    `num_layers` counts the layers.
     """
     declared = {field.name for field in dataclasses.fields(text)}
     return "num_layers" if "num_layers" in declared else "num_hidden_layers"

@@ -67,9 +67,10 @@ def require_room_for(
 
 
 def prompt_bytes(config: PreTrainedConfig, num_tokens: int, top_k: int) -> int:
-    """Return the most bytes that a prompt's activations take, mainly routed tokens' fp32 results.
+    """Return the most bytes that the activations of a prefill step take.
 
-    A dense layer counts as one expert.
+    These are mainly the routed tokens' fp32 results. `top_k` is 1 for a dense model. A prompt that
+    is longer than a step (`MAX_STEP_TOKENS`) takes no more than one step.
     """
     return min(MAX_STEP_TOKENS, num_tokens) * (top_k + 2) * int(config.hidden_size) * 4
 

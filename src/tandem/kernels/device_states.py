@@ -240,7 +240,11 @@ class _Stepped:
         return values
 
     def _share(self, decay: Tensor) -> Tensor:
-        """Return the decay factor of states, (runs, heads or 1, key_dim or 1, value_dim or 1)."""
+        """Return exp(decay) in a shape that multiplies states.
+
+        The shape is (runs, heads or 1, key_dim or 1, value_dim or 1). Decay that is neither by head
+        nor by key is multiplied by the form's factor first.
+        """
         if self._form.decay == "head":
             return decay[..., None, None].exp()
         if self._form.decay == "key":

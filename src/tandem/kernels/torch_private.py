@@ -73,10 +73,10 @@ def operator_schema(function: object) -> torch._C.FunctionSchema | None:
 
 
 def without_overrides() -> AbstractContextManager[None]:
-    """Hide the body's calls from modes and tensor subclasses (2.11 to today).
+    """Return a context manager that turns `__torch_function__` off in its body (2.11 to today).
 
-    No public call leaves a mode temporarily; otherwise each access to a tensor's shape would pass
-    through the mode.
+    Without it, each access to a tensor's shape in the body would pass through the active mode or
+    subclass. torch has no public call that leaves a mode temporarily.
     """
     return torch._C.DisableTorchFunction()
 

@@ -123,10 +123,11 @@ class Ahead:
             begin += link_seconds
 
     def _places(self, load: LayerLoad, keys: Sequence[int], coming: Coming) -> Iterator[int]:
-        """Yield for each of `keys` the victim to evict, NOWHERE for a free slot, while slots last.
+        """Yield where copies of `keys` go, in order: the key to evict, or NOWHERE for a free slot.
 
-        Staging slots are used if there are any. Otherwise a victim is a resident of the same layer
-        that the load does not use.
+        With staging slots (in a graph always) it yields NOWHERE once for each free staging slot.
+        Otherwise only experts of `load.layer` are evicted, and none that the load or
+        `coming.in_use` needs. There may be fewer places than keys.
         """
         residency = self._residency
         if coming.in_graph or residency.capacity[residency.staging]:

@@ -1,9 +1,9 @@
 """Prefetches experts for coming layers: the decider chooses them, and this module queues them.
 
 In planned steps, the next layer's experts are copied first; a later layer with a known load follows
-once no nearer layer has experts left to copy. In a step in one graph, prefetches precede copies
-of this layer's misses for later steps: an admitted miss may save time often, but avoiding a miss of
-the next layer saves time now.
+once no nearer layer has experts left to copy. In a step in one graph, prefetches are copied before
+the missed experts of this layer that were admitted to the cache: those help only later steps, and a
+prefetch saves the next layer a miss now.
 """
 
 from collections.abc import Iterable, Sequence

@@ -184,7 +184,10 @@ class _Memory:
 
 
 def compile_program(operations: Sequence[Operation], plan: BufferPlan) -> Callable[[], None]:
-    """Return a function that runs native operations as one call; their threads must be the same."""
+    """Return a function that runs native operations in one call.
+
+    All operations must use the same `CpuThreads` object, which runs them.
+    """
     threads = operations[0].function.threads  # type: ignore[attr-defined]
     program = threads.program()
     reports: list[Report] = []

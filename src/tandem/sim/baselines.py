@@ -165,7 +165,11 @@ class TokenMemory(Prediction):
             del self._rows[next(iter(self._rows))]
 
     def observe(self, load: LayerLoad) -> None:
-        """Move each token's table row towards its experts; without routes, only the mean row."""
+        """Move the layer's mean row towards the active experts.
+
+        If the load has routes for the step's tokens, each token's own row moves towards its experts
+        too.
+        """
         _approach(self._mean[load.layer], load.experts, _MEAN_RATE)
         if len(load.routes) == len(self._tokens):
             for token, experts in zip(self._tokens, load.routes, strict=True):

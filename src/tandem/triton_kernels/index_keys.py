@@ -156,12 +156,12 @@ def select_index_keys(
     scores: tensor, positions: tensor, chosen: tensor, num_scores: tensor, most: tensor,
     block: constexpr, block_scores: constexpr, marks: constexpr,
 ) -> None:  # fmt: skip
-    """Write the numbers of the best keys to chosen (tokens, most), padded with -1.
+    """Write the indices of each token's best keys to chosen (tokens, most), padded with -1.
 
-    They are chosen among the complete blocks up to a token, by scores (tokens, num_scores); of
-    equal scores the first are chosen. If there are at most `most` such blocks, scores are not read.
-    A program is a token. With `marks`, the best keys are instead set to 1 in chosen (tokens,
-    num_scores), which must contain zeros.
+    Each block of `block` positions has one key and one score, in scores (tokens, num_scores). Only
+    blocks that are complete at the token's position count; of equal scores the first win. If there
+    are at most `most` such blocks, scores are not read. A program is a token. With `marks`, chosen
+    is (tokens, num_scores), must contain zeros, and gets a 1 for each of the best keys.
     """
     token = tl.program_id(0).to(tl.int64)
     num_whole = ((tl.load(positions + token) + 1) // block).to(tl.int32)

@@ -145,7 +145,7 @@ class _Weights:
         return done
 
     def __mul__(self, other: object) -> object:
-        """Record the product of the weights and a layer's output."""
+        """Return weights that also record the product with a layer's output; compute nothing."""
         return self._then("__mul__", other)
 
     def __add__(self, other: object) -> Tensor:

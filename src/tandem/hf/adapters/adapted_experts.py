@@ -21,9 +21,10 @@ class StackedRows(NamedTuple):
 
 
 class AdaptedExperts(nn.Module):
-    """Gated experts from another module: its tensors as they are, by the names of the interface.
+    """Gated experts whose tensors belong to a model's own module, under the interface's names.
 
-    Only Tandem computes them: a call before their executor is bound raises `ConfigError`.
+    The tensors are neither copied nor transposed. Only Tandem can compute them: a call before an
+    executor is bound raises `ConfigError`.
     """
 
     has_gate, has_bias, has_post_expert_norm = True, False, False

@@ -1,7 +1,8 @@
-"""Grids of llama.cpp's IQ types: which bits of a row's words belong to a line.
+"""Where the bits of llama.cpp's IQ types are: grid indices, signs and scales, per 256 columns.
 
-A format with a grid keeps the words of the file's blocks as they are. Its codes are lines of 4 or 8
-numbers, given by their index in a grid of `csrc/grids.cpp`.
+These types code 4 or 8 neighbouring weights at once, as an index into a grid: a fixed table of
+`csrc/grids.cpp`, whose entries are called lines. The 32-bit words of the file's blocks are kept
+unchanged.
 """
 
 from dataclasses import dataclass
