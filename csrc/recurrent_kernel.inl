@@ -298,8 +298,8 @@ void recur_as(const Recurrence& call, const PreparedTokens& prepared, const Stat
       state = drafted;
     }
     const TokenInputs now = inputs[i];
-    BlockToken<Blocks> token{
-        now.query, now.key, inputs[std::min(i + 1, last)].delta_key, now.kept, nullptr, {}};
+    BlockToken<Blocks> token{now.query, now.key, inputs[std::min(i + 1, last)].delta_key,
+                             now.kept,  nullptr, {}};
     if constexpr (Kind == DecayKind::kByPair) {
       std::memcpy(fading, now.decay, width * sizeof(float));
       token.kept = fading;
@@ -311,7 +311,8 @@ void recur_as(const Recurrence& call, const PreparedTokens& prepared, const Stat
     for (int v = 0; v < kVectors; ++v) {
       Vector change = load(value + v * TANDEM_LANES);
       if constexpr (IsDelta)
-        change -= Kind == DecayKind::kByHead ? recalled.total(v) * token.kept[0] : recalled.total(v);
+        change -=
+            Kind == DecayKind::kByHead ? recalled.total(v) * token.kept[0] : recalled.total(v);
       token.change[v] = change * rate;
     }
     BlockSums<Blocks> result;

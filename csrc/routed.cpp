@@ -41,10 +41,10 @@ void ComingExperts::finish() {
         out_begin_.push_back(first);
         addresses_.push_back(address);
       }
-      engine_.run(layer_.layout, layer_.activation,
-                  {static_cast<std::int64_t>(addresses_.size()), call_.num_tokens,
-                   addresses_.data(), begin_.data(), token_.data(), call_.hidden, call_.out,
-                   out_begin_.data(), !is_first});
+      engine_.run(
+          layer_.layout, layer_.activation,
+          {static_cast<std::int64_t>(addresses_.size()), call_.num_tokens, addresses_.data(),
+           begin_.data(), token_.data(), call_.hidden, call_.out, out_begin_.data(), !is_first});
       is_first = false;
     }
   } catch (...) {

@@ -14,7 +14,7 @@ END_ID = 2
 
 
 def save_served_checkpoint(
-    directory: Path, name: str = "qwen3_moe", *, context: int = CONTEXT, **values: int
+    directory: Path, name: str = "qwen3_moe", /, *, context: int = CONTEXT, **values: int
 ) -> Path:
     """Write a tiny random model that never ends by itself: its end token is never likely.
 
