@@ -246,10 +246,8 @@ def test_a_plan_that_measures_nothing_says_what_slots_there_are(
     simulated = plan(capsys, str(packed), *words[1:], *with_device)[1]["from_disk"]
     assert simulated["slots"] == report["from_disk"]["slots"]
     assert simulated["decode_tokens_per_second"] > 0
-    elsewhere = ["--profile", "desktop-12gb", "--device", "cuda"]
-    assert (
-        "the disk's rate was not measured" in plan(capsys, str(packed), *words[1:], *elsewhere)[0]
-    )
+    elsewhere = [*words[1:], "--profile", "desktop-12gb", "--device", "cuda"]
+    assert "the disk's rate was not measured" in plan(capsys, str(packed), *elsewhere)[0]
     before = plan(capsys, str(packed), "--no-measure", "--context", "16")[1]
     saved = before["host_bytes"] - report["host_bytes"]
     assert saved == most - report["from_disk"]["memory_bytes"]

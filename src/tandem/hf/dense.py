@@ -219,7 +219,7 @@ LinearAt = tuple[str, nn.Module, str, nn.Linear]
 
 
 def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[LinearAt]:
-    """Yield every linear layer worth packing, for the CPU or, if `on_device`, for a GPU."""
+    """Yield every linear layer that packing serves, for the CPU or, if `on_device`, for a GPU."""
     least = _LEAST_ROWS * cast("ModelPart", model).config.get_text_config().hidden_size
     routers = router_layers(model)
     for above, parent in model.named_modules():
