@@ -15,7 +15,10 @@ _AWAITED = "transformers.quantizers.auto"
 
 
 def register_with_transformers() -> None:
-    """Register `OffloadConfig`, its quantizer and the experts function with Transformers."""
+    """Register `OffloadConfig`, its quantizer and `experts_forward` with Transformers.
+
+    If Transformers' quantizers are not imported yet, this happens right after their import.
+    """
     if _AWAITED in sys.modules:
         _register()
     elif not any(isinstance(finder, _Await) for finder in sys.meta_path):

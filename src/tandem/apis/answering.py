@@ -27,19 +27,20 @@ _TRIMMED_ROOM = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request to the engine process, and what is needed to read its answer."""
+    """A request to the engine process, and the data to turn its token outputs into an answer."""
 
     request: Request
     prompt_text: str
     grammar: GrammarWriter | None = None
-    """Writes the grammar that the answer must follow; the same for all requests of a body."""
+    """Writes the grammar that the answer must follow; None: no grammar. A body's requests have the
+    same writer."""
     reader: AnswerReader | None = None
     has_one_call: bool = False
-    """Whether calls after the first are dropped."""
+    """Whether tool calls after the first are dropped from the answer."""
     echo: str = ""
-    """What the answer begins with: the prompt, if the request has `echo`."""
+    """Text before the first generated token: the prompt if the body has `echo`, else empty."""
     num_dropped_turns: int = 0
-    """The number of the conversation's oldest turns that were dropped, because they did not fit."""
+    """How many of the conversation's oldest turns were dropped to make it fit the context."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -48,7 +49,7 @@ class GenerationRequest:
 
 
 class GenerationRequests:
-    """Makes generation requests for one model."""
+    """Turns checked bodies into generation requests for one model."""
 
     def __init__(
         self,
@@ -58,11 +59,11 @@ class GenerationRequests:
         trims: bool = False,
         images: ImageReader | None = None,
     ) -> None:
-        """Make requests whose prompt and answer together have at most `context` tokens.
+        """Limit a prompt with its answer to `context` tokens and to the model's own limit.
 
-        The model's own limit applies too, and alone if `context` is None. `trims` drops the oldest
-        turns of a conversation that does not fit. `images` reads the images of requests; None for a
-        model that takes no images.
+        If `context` is None, only the model's limit applies. `trims` drops the oldest turns of a
+        conversation that does not fit. `images` reads the images of requests; None for a model that
+        takes no images.
         """
         self._tokenizer = tokenizer
         self._trims = trims
@@ -130,14 +131,14 @@ class GenerationRequests:
         return written([*map(turn_of, body.messages)]).ids
 
     def text_of(self, ids: list[int], info: ModelInfo) -> str:
-        """Return the text of tokens, also of special tokens; raises `ApiError` for unknown ids."""
+        """Return the text of token ids, special tokens included; `ApiError` for unknown ids."""
         _require_known(ids, info, "tokens")
         return str(self._tokenizer.decode(ids))
 
     def _written(
         self, body: ChatRequest, tools: list[Tool], info: ModelInfo, *, is_ruled: bool
     ) -> Callable[[list[dict[str, object]]], ChatPrompt]:
-        """Return a function that formats a conversation's turns by the chat template."""
+        """Return a function that turns messages into a prompt by the chat template."""
         shown_tools, options = described(tools), template_options(body)
 
         def written(turns: list[dict[str, object]]) -> ChatPrompt:
@@ -156,7 +157,7 @@ class GenerationRequests:
         return written
 
     def _why_no_images(self, info: ModelInfo | None) -> str | None:
-        """Return why requests with images are refused, as a sentence; None: no reason is known."""
+        """Return a sentence that says why images are refused; None: they are accepted."""
         if self._images is None:
             return TEXT_ONLY
         return self._images.why_none or (None if info is None else info.why_no_images)
@@ -179,7 +180,10 @@ class GenerationRequests:
         return generation_requests
 
     def text_ids(self, prompt: str | list[int], info: ModelInfo, *, has_special: bool) -> list[int]:
-        """Return the token ids of a text; token ids are returned as they are."""
+        """Return the token ids of a prompt; a prompt of token ids is returned unchanged.
+
+        `has_special` adds the special tokens that the tokenizer puts around a text.
+        """
         if not isinstance(prompt, str):
             return prompt
         most = self.limit(info)
@@ -192,9 +196,10 @@ class GenerationRequests:
         return request
 
     def _room(self, ids: list[int], info: ModelInfo) -> int:
-        """Return how many tokens an answer may have, at least 1.
+        """Return the most tokens that the answer to a prompt may have, at least 1.
 
-        Raises `ApiError` for an empty prompt or unknown token ids, and `TextTooLongError`.
+        Raises `ApiError` for an empty prompt or unknown token ids, and `TextTooLongError` for a
+        prompt that leaves no room for an answer.
         """
         if not ids:
             raise ApiError(400, "the prompt is empty; give some text")
@@ -213,7 +218,7 @@ class GenerationRequests:
         return min(limits, default=None)
 
     def _thinking(self, body: ChatRequest, prompt: ChatPrompt) -> ThinkingLimit | None:
-        """Return the limit of an answer's reasoning; None: no limit, or no model that reasons."""
+        """Return the limit of reasoning tokens; None: none is set, or the model does not reason."""
         if body.thinking_tokens is None or not self._format.thinks:
             return None
         dialect = self._format.dialect
@@ -228,7 +233,7 @@ class GenerationRequests:
     def _free(
         self, body: ChatRequest, tools: list[Tool], prompt: ChatPrompt
     ) -> GrammarWriter | None:
-        """Return a writer of the grammar for tool calls in free text.
+        """Return a writer of a grammar that constrains only the tool calls in otherwise free text.
 
         Returns None without tools, or if the form of the model's calls is unknown.
         """
@@ -251,7 +256,11 @@ def _fitting(
     limit: int | None,
     body: ChatRequest,
 ) -> tuple[ChatPrompt, int]:
-    """Return the prompt of a conversation trimmed to `limit`, and the number of dropped turns."""
+    """Return a conversation's prompt, and how many of its oldest turns were dropped.
+
+    Turns are dropped until the prompt and room for an answer fit `limit` tokens, but never the last
+    turn. If `limit` is None, no turn is dropped.
+    """
     if limit is None:
         return written(turns), 0
     longest = limit - max(1, min(body.max_answer_tokens or _TRIMMED_ROOM, limit // 4))
@@ -267,7 +276,10 @@ def _fitting(
 
 
 def _choices(request: Request, n: int | None) -> list[Request]:
-    """Return the requests of n choices, whose seeds are consecutive."""
+    """Return `request` once for each of `n` choices; None counts as one choice.
+
+    If `request` has a seed, the seeds of the choices are consecutive.
+    """
     options = request.options
     if options.seed is None:
         return [request] * (n or 1)

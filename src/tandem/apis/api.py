@@ -1,4 +1,4 @@
-"""The interface of one API: turns bodies into requests, and token outputs into its own objects."""
+"""The interface of an API: it turns bodies into requests, and token outputs into replies."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,14 +17,18 @@ Event = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a reply gets in the process that receives its tokens, after another process made it."""
+    """Functions of the HTTP side that a reply uses.
+
+    The prompt process creates the reply and cannot pickle these functions with it, so the HTTP side
+    attaches them with `Reply.arrive`.
+    """
 
     text_of: Callable[[int], str]
-    """Returns a token's text."""
+    """Returns the text of a token id."""
     keep: Callable[[Event, bytes, Message], None]
-    """Stores a response for later requests.
+    """Stores a response of the Responses API, so that later requests can continue from it.
 
-    Its arguments are the response object, the earlier conversation as JSON, and the new message.
+    Arguments: the response object, the conversation up to the answer as JSON, the answer's message.
     """
 
 
@@ -35,7 +39,7 @@ class Reply(Protocol):
     """
 
     def arrive(self, surroundings: Surroundings) -> None:
-        """Attach what could not be pickled; must be called once, before every other method."""
+        """Attach functions that cannot be pickled; must be called once, before any other method."""
         return
 
     def first_events(self) -> list[Event]:
@@ -43,7 +47,7 @@ class Reply(Protocol):
         return []
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
-        """Take one token of the answer to request `index`; return the resulting events."""
+        """Add a token output of request `index` to the answer; return the resulting events."""
 
     def last_events(self) -> list[Event]:
         """Return the events that close the stream, after every answer has ended."""
@@ -54,15 +58,15 @@ class Reply(Protocol):
         return error.body
 
     def whole(self) -> dict[str, object]:
-        """Return the answer as one object, once every answer has ended."""
+        """Return the answer as one object; every request must have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api(Generic[B]):
     """Turns bodies of one kind into generation requests and replies.
 
-    `requests` and `reply` get the earlier conversation as JSON, and may raise `ApiError` or
-    `ConfigError`.
+    The last argument of `requests` and `reply` is the earlier conversation as JSON. Both may raise
+    `ApiError` or `ConfigError`.
     """
 
     body: type[B]
@@ -76,7 +80,7 @@ class Api(Generic[B]):
 class Question(Generic[B]):
     """Answers bodies of one kind without running the model.
 
-    `answer` gets the earlier conversation as JSON.
+    The last argument of `answer` is the earlier conversation as JSON.
     """
 
     body: type[B]

@@ -25,7 +25,7 @@ class Tally:
     stop_string: str | None = None
 
     def add(self, token_output: TokenOutput) -> None:
-        """Count one token."""
+        """Update the counts from the answer's next token output, which carries totals."""
         self.generated_tokens = token_output.generated_tokens
         self.reused_tokens = token_output.reused_tokens
         self.finish_reason = token_output.finish_reason
@@ -68,7 +68,10 @@ class ComingAnswer:
         return parts + self._reader.finish() if is_last else parts
 
     def _is_kept(self, part: AnswerPart) -> bool:
-        """Return False for empty parts, and for calls after the first if only one is allowed."""
+        """Tell whether a part is kept, and count its tool call.
+
+        Empty parts are dropped, and so are calls after the first if only one call is allowed.
+        """
         if part.call is None and not part.arguments:
             return bool(part.content or part.reasoning)
         self._num_calls += part.call is not None
@@ -76,13 +79,13 @@ class ComingAnswer:
 
 
 def arguments_object(arguments: str) -> object:
-    """Return a call's arguments, parsed; text that is not a JSON object as {"arguments": text}."""
+    """Return a call's arguments as an object; {"arguments": text} if they are no JSON object."""
     parsed = json_value(arguments)
     return parsed if isinstance(parsed, dict) else {"arguments": arguments}
 
 
 def logprob_entry(logprob: TokenLogprob, text_of: Callable[[int], str]) -> dict[str, object]:
-    """Return a token's log-probability and the likeliest tokens', in the form of OpenAI's chats."""
+    """Return a token's entry in `logprobs` of OpenAI's chats; `text_of` returns a token's text."""
     one = _token(logprob.token_id, logprob.logprob, text_of)
     one["top_logprobs"] = [_token(token, value, text_of) for token, value in logprob.top]
     return one

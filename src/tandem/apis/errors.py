@@ -1,4 +1,4 @@
-"""The errors that clients receive, in OpenAI's form or in that of the API that was called."""
+"""Errors for clients, in the form that OpenAI's, Anthropic's or Ollama's API gives to errors."""
 
 from tandem.core.errors import TandemError
 
@@ -31,7 +31,7 @@ class ApiError(TandemError):
     ) -> None:
         """Create an error; `message` must say what was found, what was expected and what to do.
 
-        `reason` is logged instead of `message`, if the message may repeat a part of a prompt.
+        The log gets `reason` instead of `message`; give it if `message` may repeat a prompt.
         """
         super().__init__(message)
         self.reason = reason or message
@@ -47,7 +47,7 @@ class ApiError(TandemError):
 
     @property
     def body(self) -> dict[str, object]:
-        """The body of the answer: {"error": {"message", "type", "param", "code"}}."""
+        """The response body in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
         return {
             "error": {
                 "message": str(self),
@@ -76,7 +76,7 @@ class ApiError(TandemError):
         return message if is_named else f"{self.param}: {message}"
 
     def body_for(self, path: str) -> dict[str, object]:
-        """Return the body of the answer in the form of the API that a path belongs to."""
+        """Return the response body in the form of the API that `path` belongs to."""
         if path.startswith(OLLAMA_PATH):
             return self.ollama_body
         return self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
@@ -91,12 +91,12 @@ class ApiError(TandemError):
 
 
 def server_error(message: str, *, status: int = 500, code: str | None = None) -> ApiError:
-    """Return an error for which the server is to blame."""
+    """Return an error that is the server's fault, not the client's."""
     return ApiError(status, message, kind="server_error", code=code)
 
 
 def busy(message: str, retry_after_seconds: int) -> ApiError:
-    """Return the error for a full queue."""
+    """Return the error for a full queue or a used-up limit, with the seconds until a retry."""
     return ApiError(
         429,
         message,

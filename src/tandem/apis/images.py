@@ -35,9 +35,9 @@ class ImageReader:
     token_id: int
     """The id of the image placeholder token."""
     directory: Path | None = None
-    """The folder of the files that requests may name; None forbids file names in requests."""
+    """The directory below which requests may name image files; None: requests may name none."""
     why_none: str | None = None
-    """The reason for refusing requests with images, as a sentence; None accepts them."""
+    """The reason for refusing requests with images, as a sentence; None: they are accepted."""
 
     def write(self, text: str, sources: Sequence[str]) -> "ImagePrompt":
         """Return a prompt's token ids and images; `text` must have a placeholder for each image.
@@ -66,7 +66,7 @@ class ImageReader:
         return write_prompt(self.processor, text, images, self.token_id)
 
     def _found(self, source: str, number: int) -> bytes | Path:
-        """Return the bytes in a data URL, or the path of an image file; raises `ApiError`."""
+        """Return a data URL's bytes or a file URL's path; `ApiError` for any other source."""
         scheme = source[:8].lower().partition(":")[0]
         if scheme == "data":
             return _decoded(source, number)
@@ -110,7 +110,10 @@ def _decoded(source: str, number: int) -> bytes:
 
 
 def allowed_directory(name: str | None) -> Path | None:
-    """Return the directory below which requests may name files; raises `ConfigError` if missing."""
+    """Return the path of the directory below which requests may name files; None for None.
+
+    Raises `ConfigError` if there is no such directory.
+    """
     from tandem.core.errors import ConfigError
 
     if name is None:

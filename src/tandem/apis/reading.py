@@ -61,7 +61,7 @@ _KINDS = {dict: "an object", str: "a long string"}
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A rule for a field that Tandem does not follow: values to accept, and a hint for users."""
+    """A field that Tandem does not follow: accepted `neutral` values, and advice for all others."""
 
     neutral: tuple[object, ...]
     advice: str
@@ -91,7 +91,7 @@ def _fail_fast(schema: Any) -> None:
 
 
 class Body(BaseModel):
-    """The base of all request bodies."""
+    """The base of all request bodies and of the objects in them."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
@@ -139,9 +139,9 @@ def sentence(text: str, field: str | None = None) -> PydanticCustomError:
 
 
 def note_ignored(info: ValidationInfo, what: str) -> bool:
-    """Record that a part of a body is ignored.
+    """Record `what` as an ignored part of a body, and return True.
 
-    Returns False if the server is strict; the part must then be refused.
+    Returns False if the server is strict; the caller must then refuse the part.
     """
     reading = info.context
     if not isinstance(reading, _Reading) or reading.is_strict:
@@ -152,10 +152,11 @@ def note_ignored(info: ValidationInfo, what: str) -> bool:
 
 
 def tools_of_kind(own: Collection[str], tools: object, info: ValidationInfo) -> object:
-    """Drop tools that a vendor would run and this server does not.
+    """Return `tools` without those that only the API's vendor can run.
 
-    `own` has the types of the tools to keep; tools without a type are kept, too. A strict server
-    drops none: the field's own validation refuses other types, and a value that is not a list.
+    `own` has the types of the tools to keep; tools without a type are kept, too. On a strict
+    server, all tools are kept, and the field's own validation refuses those of other types. A value
+    that is not a list is returned as it is, for validation to refuse.
     """
     if not isinstance(tools, list):
         return tools
@@ -175,7 +176,7 @@ def known_names(kind: type[BaseModel]) -> set[str]:
 
 
 def _require_few_values(raw: bytes) -> None:
-    """Refuse JSON with more values than may be parsed at once, without parsing it."""
+    """Raise `ApiError` for JSON with too many values, which are counted without parsing."""
     unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_values = unescaped.count(b'"') // 2
     num_commas = 0
@@ -192,7 +193,7 @@ def _require_few_values(raw: bytes) -> None:
 
 
 def read_body(kind: type[B], raw: bytes, *, is_strict: bool) -> ReadBody[B]:
-    """Return the checked body; raises `ApiError`, which names the first field that is wrong."""
+    """Return the checked body; raises an `ApiError` that names the first wrong field."""
     _require_few_values(raw)
     try:
         data = from_json(raw, allow_inf_nan=False)
@@ -209,7 +210,7 @@ def read_body(kind: type[B], raw: bytes, *, is_strict: bool) -> ReadBody[B]:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One of pydantic's errors, and the part of the body that it is about."""
+    """One of pydantic's errors, with the path and the value of the wrong part of the body."""
 
     path: tuple[str | int, ...]
     value: object
@@ -221,7 +222,10 @@ class _Problem:
 
 
 def _in_words(details: Sequence[ErrorDetails], data: object, known: list[str]) -> ApiError:
-    """Return the error for the first wrong field."""
+    """Return an `ApiError` in words about the first wrong field in pydantic's errors `details`.
+
+    `known` has the body's field names, from which it suggests one for an unknown field.
+    """
     problems = [_located(detail, data) for detail in details]
     first = problems[0].path[:1]
     # A value that may be of several types has an error for each. The deepest error belongs to the

@@ -29,7 +29,7 @@ def usage(tallies: list[Tally], num_choices: int) -> dict[str, object]:
 
 
 class _OpenAiReply(Reply):
-    """The base of replies to chats and completions: makes the head of each chunk, and the usage."""
+    """The base of replies to chats and completions: fields that all chunks share, and the usage."""
 
     def __init__(self, body: Sampling, prefix: str, chunk_kind: str, model: str) -> None:
         options = body.stream_options or StreamOptions()
@@ -40,7 +40,7 @@ class _OpenAiReply(Reply):
         }  # fmt: skip
 
     def last_events(self) -> list[Event]:
-        """Return the chunk that carries the usage, if the client requested it."""
+        """Return a chunk with the usage if the client requested it; otherwise []."""
         return [{**self._head, "choices": [], "usage": self._usage()}] if self._has_usage else []
 
     def _usage(self) -> dict[str, object]:
@@ -60,7 +60,7 @@ class ChatReply(_OpenAiReply):
         generation_requests: list[GenerationRequest],
         model: str,
     ) -> None:
-        """Begin the answer to a chat: one generation request per choice."""
+        """Begin the answer to a chat; each generation request makes one choice."""
         super().__init__(body, "chatcmpl", "chat.completion.chunk", model)
         self._choices = [
             _ChatChoice(index, generation_request)
@@ -71,7 +71,7 @@ class ChatReply(_OpenAiReply):
             self._head["dropped_turns"] = generation_requests[0].num_dropped_turns
 
     def arrive(self, surroundings: Surroundings) -> None:
-        """Attach the tokenizer's text function."""
+        """Attach the function that returns a token's text."""
         for choice in self._choices:
             choice.text_of = surroundings.text_of
 
@@ -80,7 +80,7 @@ class ChatReply(_OpenAiReply):
         return [self._chunk(choice.first()) for choice in self._choices]
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
-        """Take one token of a choice; return the chunks that follow from it."""
+        """Add a token output to choice `index`; return the resulting chunks."""
         return [self._chunk(part) for part in self._choices[index].take(token_output)]
 
     def whole(self) -> dict[str, object]:
@@ -94,7 +94,7 @@ class ChatReply(_OpenAiReply):
 
 
 class _ChatChoice:
-    """One choice while it is generated."""
+    """One choice of a chat's answer while it is generated."""
 
     text_of: _TextOf
 
@@ -112,9 +112,10 @@ class _ChatChoice:
         return self._part({"role": "assistant", "content": ""})
 
     def take(self, token_output: TokenOutput) -> Iterator[dict[str, object]]:
-        """Yield the choice's entries for a token: its deltas, and an end if the token is the last.
+        """Add a token output; yield this choice's entries in the resulting chunks.
 
-        The first delta has the token's log-probabilities.
+        Each delta is in one entry; the first also has the token's log-probabilities. The last
+        token's deltas are followed by an entry with the finish reason.
         """
         logprob = self._logprob(token_output)
         deltas = [self._delta(part) for part in self._answer.take(token_output)]
@@ -125,7 +126,7 @@ class _ChatChoice:
             yield self._part({}, finish_reason=self._finish_reason)
 
     def whole(self) -> dict[str, object]:
-        """Return the choice as it is in a whole answer."""
+        """Return the choice's entry in an answer that is not streamed."""
         content, reasoning = self._text["content"], self._text["reasoning_content"]
         message: dict[str, object] = {
             "role": "assistant",
@@ -204,12 +205,12 @@ class CompletionReply(_OpenAiReply):
         self._logprobs = [_Logprobs(one.request.prompt) for one in generation_requests]
 
     def arrive(self, surroundings: Surroundings) -> None:
-        """Attach the tokenizer's text function."""
+        """Attach the function that returns a token's text."""
         for logprobs in self._logprobs:
             logprobs.text_of = surroundings.text_of
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
-        """Take one token of one prompt's answer; return its chunk, if any."""
+        """Add a token output to answer `index`; return its chunk, or [] if it adds nothing."""
         is_first = self._tallies[index].generated_tokens == 0
         self._tallies[index].add(token_output)
         logprobs = self._logprobs[index].take(token_output)
@@ -253,7 +254,7 @@ class _Logprobs:
         self._all: dict[str, list[object]] = {name: [] for name in _LOGPROB_FIELDS}
 
     def take(self, token_output: TokenOutput) -> dict[str, list[object]] | None:
-        """Take one token; return the new log-probabilities, None if there are none."""
+        """Return the log-probabilities that a token output adds; None if it has none."""
         tokens = list(zip(self._prompt, token_output.prompt_logprobs or (), strict=False))
         if token_output.logprob is not None:
             tokens.append((token_output.logprob.token_id, token_output.logprob))

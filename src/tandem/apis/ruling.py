@@ -26,7 +26,7 @@ GrammarWriter = partial[str] | partial[str | None]
 
 
 def chat_grammar(body: ChatRequest, tools: list[Tool], marks: CallForm) -> GrammarWriter | None:
-    """Return a writer of the grammar of a chat answer from its first token on; None: no grammar.
+    """Return a writer of the grammar that a chat's answer follows from its start; None: no grammar.
 
     Raises `ApiError` for invalid or conflicting fields.
     """
@@ -79,7 +79,10 @@ def _guides(body: Sampling) -> dict[str, partial[str]]:
 
 
 def _parsed_schema(schema: Mapping[str, object] | str | None) -> Mapping[str, object] | None:
-    """Return a schema, parsed if it was sent as text; raises `ApiError` if it is no JSON object."""
+    """Return a JSON schema, parsed if it was sent as text; None for None.
+
+    Raises `ApiError` if it is not a JSON object.
+    """
     parsed = json_value(schema) if isinstance(schema, str) else schema
     if parsed is not None and not isinstance(parsed, Mapping):
         raise ApiError(400, "the schema of the answer is not a JSON object")
@@ -87,7 +90,7 @@ def _parsed_schema(schema: Mapping[str, object] | str | None) -> Mapping[str, ob
 
 
 def _schema(form: ResponseFormat | None) -> Mapping[str, object] | None:
-    """Return the schema that an answer must follow; None: the answer is text."""
+    """Return the JSON schema that an answer must follow; None: the answer is free text."""
     if form is None or form.type == "text":
         return None
     if form.json_schema is None:

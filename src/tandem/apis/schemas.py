@@ -85,7 +85,7 @@ class StructuredOutputs(Body):
 
 
 class RequestBody(Body):
-    """The fields that all bodies asking for an answer share."""
+    """The fields that the bodies of all endpoints share."""
 
     model: str | None = Field(None, max_length=512)
     stream: bool | None = None
@@ -102,12 +102,12 @@ class RequestBody(Body):
 
     @property
     def num_answers(self) -> int:
-        """How many generation requests the body makes."""
+        """The number of generation requests for this body."""
         return 1
 
 
 class Sampling(RequestBody):
-    """How tokens are sampled, and how the answer is sent."""
+    """The fields that chats and completions share: sampling, grammars, and the answer's form."""
 
     unsupported = _UNSUPPORTED
 
@@ -151,12 +151,12 @@ class Sampling(RequestBody):
 
     @property
     def num_answers(self) -> int:
-        """How many generation requests the body makes."""
+        """The number of generation requests for this body: one per choice."""
         return self.n or 1
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """The most tokens that the answer may have; None: as many as fit."""
+        """The most tokens that the answer may have; None: only the context limits it."""
         return _first(self.max_tokens, self.n_predict)
 
     def request(self, ids: Sequence[int], room: int) -> Request:
@@ -189,7 +189,7 @@ class Sampling(RequestBody):
 
 
 def _first(*values: int | None) -> int | None:
-    """Return the first number that was given; None without a number, or if it is -1."""
+    """Return the first value that is not None; None if there is none, or if that value is -1."""
     found = next((number for number in values if number is not None), None)
     return None if found == -1 else found
 
@@ -322,7 +322,7 @@ class ChatRequest(Sampling):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """The most tokens that the answer may have; None: as many as fit."""
+        """The most tokens that the answer may have; None: only the context limits it."""
         return _first(self.max_completion_tokens, self.max_tokens, self.n_predict)
 
     @property
@@ -354,7 +354,7 @@ class CompletionRequest(Sampling):
 
     @property
     def num_answers(self) -> int:
-        """How many generation requests the body makes."""
+        """The number of generation requests for this body: one per prompt and choice."""
         return len(self.prompts) * (self.n or 1)
 
     def request(self, ids: Sequence[int], room: int) -> Request:

@@ -79,7 +79,7 @@ class Measured:
 
 
 def measure_machine(bench: KernelBench) -> Ceiling:
-    """Return the median ceilings of the machine."""
+    """Return the median of each of the machine's ceilings over several measurements."""
     samples = [asdict(bench.ceiling()) for _ in range(_CEILING_SAMPLES)]
     return Ceiling(**{n: statistics.median(s[n] for s in samples) for n in samples[0]})
 
@@ -98,8 +98,8 @@ def measure(
 ) -> Measured:
     """Time prefill and greedy decoding of random tokens, after a warm-up.
 
-    `bench` measures the read rate between decode steps, because the rate changes on shared
-    machines.
+    `bench`, if given, measures the read rate between decode steps, because the rate changes on
+    shared machines.
     """
     prompts = dict(enumerate(_random_prompts(model, work)))
     pool = generator.slot_pool(work.batch, capacity=work.prompt_tokens + work.new_tokens)
@@ -249,7 +249,10 @@ def _cache_bytes(pool: SlotPool) -> int:
 
 
 def _weights_per_token(model: PreTrainedModel) -> Iterator[tuple[int, WeightFormat | None]]:
-    """Yield (number of weights, packed format) of the matrices that multiply a prompt's token."""
+    """Yield (number of weights, packed format or None) of the matrices that a prompt's token uses.
+
+    The head is left out, and experts count as often as a token uses them.
+    """
     head = model.get_output_embeddings()
     for module in _text_modules(model):
         if isinstance(module, nn.Linear | PackedLinear) and module is not head:

@@ -1,4 +1,4 @@
-"""Times the expert kernels against this machine's ceilings, and in turn with other systems.
+"""Times the expert kernels against this machine's ceilings, and in turns with other systems.
 
 The ceilings are bytes read per second with the same threads, and int8 and bf16 multiplications per
 second. They drift on shared machines, so every round of a case measures them again. Weights are
@@ -130,7 +130,7 @@ class KernelBench:
         """Start the threads; `isa` forces an instruction set."""
         self.engine = start_engine(num_threads=num_threads, isa=isa)
         self.failures: dict[str, str] = {}
-        """The reason why a peer has no result, by its name."""
+        """The reasons why peers have no results; a key is a peer's name and Tandem's format."""
         self._memory = allocate_buffers(1, _CEILING_BYTES).fill_(1)
         self._store_bytes = store_bytes
         self._sample_begin = 0
@@ -168,7 +168,10 @@ class KernelBench:
         tokens: Sequence[int],
         peers: Mapping[str, Timed] | None = None,
     ) -> Iterator[Case]:
-        """Measure one format of a shape; each of Tandem's cases precedes the peers' cases."""
+        """Measure one format of a shape; yield a case for each number of tokens and each system.
+
+        Tandem is the first system for each number of tokens; `peers` follow.
+        """
         layout, work = _layout(shape, format_name), self.work(shape, format_name, tokens)
         timed: dict[str | None, Timed] = {None: _Own(self.engine, layout, work)}
         timed.update(peers or {})
@@ -178,7 +181,11 @@ class KernelBench:
     def _compare(
         self, shape: str, layout: ExpertLayout, tokens: int, timed: dict[str | None, Timed]
     ) -> Iterator[Case]:
-        """Time all systems in turn, in several rounds; each round also measures the ceilings."""
+        """Time all systems in turns, in several rounds; yield a case for each system.
+
+        Each round also measures the ceilings. A system that raises `OSError` has no case, but an
+        entry in `failures`.
+        """
         seconds: dict[str | None, list[float]] = {name: [] for name in timed}
         num_calls: dict[str | None, int] = {}
         ceilings = [self.ceiling()]
@@ -283,7 +290,7 @@ def _layout(shape: str, format_name: str) -> ExpertLayout:
 
 
 def _rate(work: Callable[[], int]) -> float:
-    """Call `work` once; return the amount that it returns per nanosecond (billions a second)."""
+    """Call `work` once; return the amount that it reports, divided by its time in nanoseconds."""
     start = time.perf_counter()
     done = work()
     return done / (time.perf_counter() - start) / 1e9

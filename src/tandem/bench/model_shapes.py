@@ -46,9 +46,9 @@ class ModelShape:
         return list(zip(*lists, strict=True)) if lists else [()] * total
 
     def sample(self, num_layers: int) -> "ModelShape":
-        """Return the shape cut to the `num_layers` consecutive layers with the most `kinds`.
+        """Return the shape cut to `num_layers` consecutive layers of as many `kinds` as possible.
 
-        Of several such ranges, the one most typical of the whole model is taken.
+        Among such ranges, the one with the whole model's most frequent kinds is taken.
         """
         kinds = self.kinds
         counts = Counter(kinds)

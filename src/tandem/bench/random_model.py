@@ -53,7 +53,7 @@ def build_random_model(
     has_huge_pages: bool = True,
     is_shared: bool = False,
 ) -> PreTrainedModel:
-    """Build a model of a shape; `num_layers` and `vocabulary` make it smaller.
+    """Build a model of a shape, of `num_layers` layers and `vocabulary` tokens if these are given.
 
     Without `has_huge_pages`, experts are in small pages, as in a mapped file. Dense weights are on
     `device`; on a GPU, `offload` determines how they are packed, and `dense_dtype` must be "none".
@@ -94,7 +94,7 @@ def build_random_model(
 
 
 def empty_model_of(shape: ModelShape, vocabulary: int | None = None) -> PreTrainedModel:
-    """Build a bf16 model of a shape on the meta device, perhaps with another vocabulary.
+    """Build a bf16 model of a shape on the meta device, with `vocabulary` tokens if given.
 
     Raises `UnsupportedModelError` for a text model that Transformers builds only as a part of
     another model, if the shape's `whole` does not name that model.

@@ -61,9 +61,10 @@ def recording(model: PreTrainedModel, given: LookAhead | None = None) -> Iterato
 
 @contextmanager
 def _all_sources(ahead: LookAhead | str, *, ends: bool) -> Iterator[None]:
-    """Use every look-ahead source inside the context, and the former sources after it.
+    """Let `ahead` use every source inside the context, and its former sources afterwards.
 
-    If `ends`, the look-ahead is closed at the end.
+    If `ends`, `ahead` is closed at the end. Does nothing if `ahead` is a string: the reason why
+    there is no look-ahead.
     """
     if isinstance(ahead, str):
         yield

@@ -57,7 +57,7 @@ class HeldTensors:
 
 
 def require_sizes(where: str, config: Mapping[str, object], held: HeldTensors) -> None:
-    """Raise `ModelError` for a size in the config that is impossible with these tensors."""
+    """Raise `ModelError` for a size in the config that is impossible with the tensors of `held`."""
     most_layers = max(held.num_tensors, _FEW_LAYERS)
     most = max(held.num_elements, _MOST_OF_ANYTHING)
     for key, value in _numbers(config):
@@ -84,10 +84,10 @@ def require_layers(where: str, num_layers: object, held: HeldTensors) -> None:
 
 @contextmanager
 def counted_build(where: str, config: Mapping[str, object], held: HeldTensors) -> Iterator[None]:
-    """Count the modules and weights that this thread creates; `ModelError` if there are too many.
+    """Raise `ModelError` once the `with` body creates more modules or weights than `held` allows.
 
-    Parameters and buffers must be on the meta device, so that they are counted before any memory
-    is allocated.
+    Only what this thread creates is counted. Parameters and buffers must be on the meta device, so
+    that they are counted before any memory is allocated.
     """
     counts = _Counts(where, config, held)
     handles = (
@@ -138,7 +138,10 @@ class _Counts:
 
 
 def _numbers(content: Mapping[str, object]) -> Iterator[tuple[str, int]]:
-    """Yield (key, value) of each whole number in a config, also in nested objects and lists."""
+    """Yield (key, value) of each whole number in a config, also in nested objects and lists.
+
+    Numbers in a list have the key of the list.
+    """
     left: list[tuple[str, object]] = list(content.items())
     while left:
         key, value = left.pop()

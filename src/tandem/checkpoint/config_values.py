@@ -70,7 +70,7 @@ def _configs_in(config: JsonObject) -> Iterator[JsonObject]:
 
 
 def require_readable_config(directory: Path, model_type: str) -> None:
-    """Raise `ModelError` if Transformers cannot parse the config.json of a known model type."""
+    """Raise `ModelError` if Transformers cannot parse config.json as a config of `model_type`."""
     from transformers import AutoConfig
 
     with foreign_errors(f"{directory}/config.json is not a config of {model_type}"):
@@ -83,7 +83,7 @@ def value_of(config: PreTrainedConfig, name: str) -> Any:
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """Return how many experts per layer compute each token; 1 if the config does not say it.
+    """Return how many experts per layer compute each token; 1 if the config has no such number.
 
     DBRX keeps this number in the nested `ffn_config`.
     """
@@ -92,7 +92,10 @@ def experts_per_token(config: PreTrainedConfig) -> int:
 
 
 def require_generation_config(directory: Path) -> None:
-    """Raise `ModelError` for a generation_config.json that Transformers would silently ignore."""
+    """Raise `ModelError` for a value of the wrong type in generation_config.json, if it exists.
+
+    Transformers would silently ignore such a file.
+    """
     if not (directory / GENERATION_CONFIG).exists():
         return
     where, config = f"{directory}/{GENERATION_CONFIG}", read_json(directory, GENERATION_CONFIG)
@@ -109,7 +112,7 @@ def require_generation_config(directory: Path) -> None:
 
 @contextmanager
 def foreign_errors(what: str) -> Iterator[None]:
-    """Turn another library's error into a `ModelError`: one sentence that begins with `what`.
+    """Turn another library's error in the `with` body into a `ModelError` that begins with `what`.
 
     Failed assertions in Tandem's own code pass through, because they show a defect of Tandem.
     """
@@ -154,7 +157,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _require_count(where: str, name: str, value: object, *, least: int) -> None:
-    """Raise `ModelError` unless a value is absent, a count from `least`, or a list of counts."""
+    """Raise `ModelError` unless a value is None, an int from `least` up, or a list of ints >= 0."""
     if isinstance(value, list):
         is_possible = all(is_int(one) and one >= 0 for one in value)
     else:
@@ -171,7 +174,7 @@ def _require_few(where: str, name: str, value: object) -> None:
 
 
 def require_top_k(where: str, part: Mapping[str, object]) -> None:
-    """Raise `ModelError` for a number of experts, or of experts per token, that is impossible."""
+    """Raise `ModelError` if a config's number of experts or of experts per token is impossible."""
     counts = [(name, count) for name in _EXPERTS if is_int(count := part.get(name))]
     for name, count in counts:
         if count < 0:
@@ -190,7 +193,10 @@ def require_top_k(where: str, part: Mapping[str, object]) -> None:
 
 
 def _require_dtype(where: str, name: str, value: object) -> None:
-    """Raise `ModelError` unless a value, or each value of a dict, names a torch dtype."""
+    """Raise `ModelError` unless a value is the name of a torch dtype, "auto" or None.
+
+    In a dict, this applies to each of its values.
+    """
     import torch
 
     for one in value.values() if isinstance(value, dict) else (value,):

@@ -71,9 +71,9 @@ def write_tensors(
 
 
 def _in_order(tensors: Mapping[str, Parts], experts: str | None) -> dict[str, Sequence[Tensor]]:
-    """Sort the tensors: `experts` first, then by element size from large to small.
+    """Return each tensor's parts: those of `experts` first, then by element size, large to small.
 
-    Each then begins at a multiple of its element size.
+    In this order each tensor begins at a multiple of its element size.
     """
     parts = {n: [found] if isinstance(found, Tensor) else found for n, found in tensors.items()}
     names = sorted(parts, key=lambda n: (n != experts, -parts[n][0].itemsize, n))
@@ -104,7 +104,7 @@ def _write(
 
 
 def _experts(tensor: Tensor, sums: list[int]) -> Iterator[_Bytes]:
-    """Yield each expert's bytes and its padding; append the checksum of both to `sums`."""
+    """Yield each expert's bytes, then its padding; append the CRC32C of the two to `sums`."""
     filling = np.zeros(_row_bytes(tensor) - tensor.shape[1], np.uint8)
     for row in _bytes_of(tensor).reshape(tensor.shape):
         sums.append(_native.crc32c(filling, _native.crc32c(row, 0)))
@@ -135,7 +135,7 @@ def _header(tensors: Mapping[str, Sequence[Tensor]], experts: str | None) -> _By
 
 
 def _row_bytes(experts: Tensor) -> int:
-    """Return the bytes that one expert takes in the file, with its padding."""
+    """Return the number of bytes that one expert takes in the file, with its padding."""
     return aligned(experts.shape[1], FILE_ALIGNMENT_BYTES)
 
 

@@ -53,7 +53,7 @@ def require_no_foreign_code(file: Path, content: JsonObject) -> None:
 
 
 def require_no_methods(file: Path, config: JsonObject, kind: type) -> None:
-    """Raise `ModelError` for config keys that would replace methods of the config's class."""
+    """Raise `ModelError` for config keys that would replace methods of the config class `kind`."""
     for part in (config, *(v for k, v in config.items() if k.endswith("_config"))):
         for key in part if isinstance(part, dict) else ():
             if key.startswith("__") or callable(getattr(kind, key, None)):

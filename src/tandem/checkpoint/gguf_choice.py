@@ -12,10 +12,11 @@ _SHOWN_FILES = 12
 
 
 def choose_gguf(repository: str, names: Iterable[str], tag: str) -> list[str]:
-    """Return the names of the files of the model that `tag` names: all its parts, in order.
+    """Return the file names of the GGUF model that `tag` selects: all its parts, in order.
 
-    The tag is a quantisation ("Q4_K_M", "UD-Q4_K_XL"; case is ignored) or a file name. If several
-    models match, the shortest name wins. Raises `ModelError` if no model matches.
+    `names` are the repository's files. The tag is a quantisation ("Q4_K_M", "UD-Q4_K_XL"; case is
+    ignored) or a file name. If several models match, the shortest name wins. Raises `ModelError` if
+    no model matches.
     """
     models: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
@@ -38,7 +39,7 @@ def choose_gguf(repository: str, names: Iterable[str], tag: str) -> list[str]:
 
 
 def is_projector(name: str) -> bool:
-    """Whether a GGUF file is a projector, which reads images or sound for a model."""
+    """Whether a GGUF file is a projector (mmproj), which encodes images or sound for a model."""
     return PurePosixPath(name).name.lower().startswith("mmproj") or "-mmproj" in name.lower()
 
 
@@ -48,7 +49,7 @@ def sibling_projectors(file: Path) -> list[Path]:
 
 
 def _stem(name: str) -> str:
-    """Return a model's name: its path without part number and extension."""
+    """Return a file's path without part number and extension: the same for all parts of a model."""
     path = PurePosixPath(name)
     part = PART.fullmatch(path.name)
     return str(path.with_name(part["stem"] if part else path.stem))

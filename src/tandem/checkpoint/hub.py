@@ -37,12 +37,15 @@ class HubOptions:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file."""
+    """Whether a path is an existing file with the extension .gguf."""
     return path.suffix == ".gguf" and path.is_file()
 
 
 def find_model_path(model: str | Path, options: HubOptions | None = None) -> Path:
-    """Return a model's directory or GGUF file, downloading a hub id; raises `ModelError`."""
+    """Return the path of a model's directory or (first) GGUF file; a hub id is downloaded first.
+
+    Raises `ModelError` if there is no such model, and `ConfigError` for a revision of a local path.
+    """
     name, options = str(model), options or HubOptions()
     if not name.strip():  # `Path` would take it for the current directory
         raise ModelError(
@@ -99,7 +102,10 @@ def local_models(cache_dir: str | None = None) -> list[str]:
 
 
 def _download_gguf(name: str, tag: str, options: HubOptions) -> Path:
-    """Return the (first) file of the GGUF model that a tag names; download only this model."""
+    """Download the GGUF model that `tag` names, and no other files; return its first file.
+
+    Offline, this returns the file of an earlier download.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -120,7 +126,7 @@ def _download_gguf(name: str, tag: str, options: HubOptions) -> Path:
 
 
 def _fetched_files(name: str, options: HubOptions) -> dict[str, Path]:
-    """Return the downloaded files of a revision, by name; `ModelError` if there are none."""
+    """Return the requested revision's files in the hub's cache, by name; `ModelError` if none."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

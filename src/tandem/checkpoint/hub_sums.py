@@ -22,7 +22,10 @@ _SHOWN_FILES = 3
 
 
 def write_sums(directory: Path) -> Path:
-    """Write the checksums of all files of a directory atomically; return the written file."""
+    """Write `SHA256SUMS` for all files in a directory that are not hidden; return its path.
+
+    The file is replaced atomically.
+    """
     files = sorted(
         file
         for file in directory.rglob("*")
@@ -35,11 +38,11 @@ def write_sums(directory: Path) -> Path:
 
 
 def require_as_published(directory: Path, name: str, patterns: Sequence[str]) -> None:
-    """Raise `ModelError` if a downloaded packed model differs from its checksums.
+    """Raise `ModelError` if a downloaded packed model differs from its `SHA256SUMS`.
 
-    Only listed files that match a pattern of `patterns` are checked. Damaged files are removed, so
-    that the next download fetches them again. Nothing is checked if the directory has no list, or
-    a list without the index of a packed checkpoint.
+    Only listed files that match one of `patterns` are checked. Damaged files and the list are
+    removed, so that the next download fetches them again. Nothing is checked if the directory has
+    no `SHA256SUMS`, or if it does not list the index of a packed checkpoint.
     """
     if not (directory / SUMS_FILE).is_file():
         return
@@ -73,7 +76,10 @@ def require_as_published(directory: Path, name: str, patterns: Sequence[str]) ->
 
 
 def _read_sums(directory: Path, name: str) -> dict[str, str]:
-    """Return checksums by file; `ModelError` for a malformed line or a path out of `directory`."""
+    """Return the listed SHA-256 of each file, by name; `ModelError` if the list is damaged.
+
+    A path that leads out of `directory` counts as damage.
+    """
     file = directory / SUMS_FILE
     try:
         if file.stat().st_size > _MOST_BYTES:
@@ -87,7 +93,7 @@ def _read_sums(directory: Path, name: str) -> dict[str, str]:
 
 
 def _entries(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each file's name and checksum; `ValueError` for a malformed line."""
+    """Yield each line's file name and checksum; `ValueError` for a bad line or an unsafe path."""
     for line in text.splitlines():
         found = _LINE.fullmatch(line)
         path = PurePosixPath(found["name"]) if found else None

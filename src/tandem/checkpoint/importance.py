@@ -24,23 +24,23 @@ _MANY_TOKENS = 1 << 20  # large enough to outweigh any prior
 
 
 class Importance:
-    """Looks up the importance of the inputs of a model's parameters in a file."""
+    """An open importance file, which looks up a parameter's importance by the parameter's name."""
 
     def __init__(
         self, path: Path, find: Find, divergence: Callable[[str], float | None] = lambda _: None
     ) -> None:
-        """Store `find` and `divergence`, which look a parameter up in the file at `path`."""
+        """Store `find` and `divergence`, which look up a parameter by name in the file `path`."""
         self._path, self._find = path, find
         self.divergence_of = divergence
-        """Returns by how many nats the answers diverge after coarse rounding of a parameter; None
-        if that is unknown."""
+        """Returns the measured KL divergence, in nats, after coarse rounding of this parameter's
+        part of the model; None if the file does not have it."""
         self._latest: tuple[str, Tensor | None] = ("", None)
 
     def of(self, parameter: str, shape: tuple[int, int]) -> Tensor | None:
-        """Return the importance, (num_matrices, cols) fp32 with mean 1; None if it is unknown.
+        """Return a parameter's importance, (num_matrices, cols) fp32; None if the file lacks it.
 
-        `shape` is (num_matrices, cols). Raises `ConfigError` if the file has another number of
-        inputs for the parameter.
+        Each matrix's importance has mean 1. `shape` is (num_matrices, cols). Raises `ConfigError`
+        if the file has another number of inputs for the parameter.
         """
         if parameter != self._latest[0]:
             found = self._find(parameter)
@@ -49,7 +49,7 @@ class Importance:
         return self._latest[1]
 
     def require_some_of(self, parameters: list[str]) -> None:
-        """Raise `ConfigError` if the file knows none of these parameters."""
+        """Raise `ConfigError` if the file has none of these parameters."""
         if not any(self._find(parameter) for parameter in parameters):
             raise ConfigError(
                 f"{self._path} has no matrix of this model; give the importance of this model "

@@ -19,13 +19,13 @@ class InputSquares(NamedTuple):
 
 
 def importance_of(found: InputSquares, *, are_inner: bool) -> Tensor:
-    """Return the importance (num_matrices, cols) with mean 1, even where no token was seen.
+    """Return the importance (num_matrices, cols), with mean 1 also for matrices without tokens.
 
-    Importance is the root of the mean square: few tokens dominate a mean square, and answers do
-    not get worse in proportion to it (docs/quality.md has the numbers). Collected mean squares are
-    averaged with a prior, weighted by their number of tokens. Experts of a layer have the same
-    inputs, so their prior is the mean over the whole layer. Each expert has its own inner channels
-    (`are_inner`), and their prior is uniform.
+    Importance is the root of the mean square: a few tokens dominate the mean square itself, and
+    answers do not get worse in proportion to it (docs/quality.md has the numbers). Collected mean
+    squares are averaged with a prior, weighted by their number of tokens. The experts of a layer
+    read the same input channels, so the prior is their mean over the layer. If `are_inner`, the
+    inputs are each expert's own inner channels, and the prior is uniform over these channels.
     """
     squares, tokens = found.mean_square.float(), found.tokens.float()[:, None]
     squares = squares.nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)

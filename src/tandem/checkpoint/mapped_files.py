@@ -81,12 +81,12 @@ def places_of(tensors: Sequence[Tensor]) -> list[tuple[Path, int]] | None:
 
 
 def _mapped_ranges() -> list[tuple[int, int]]:
-    """Return (first, last + 1) addresses of this process's mapped checkpoint files, in order."""
+    """Return the (begin, end) addresses of this process's mapped checkpoint files, in order."""
     return sorted((first, end) for first, end, _, _ in _mapped_files())
 
 
 def _mapped_files() -> Iterator[tuple[int, int, int, str]]:
-    """Yield each mapping of a checkpoint file: first and last + 1 address, file offset, name."""
+    """Yield each mapping of a checkpoint file: begin and end address, file offset, file name."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux
@@ -158,7 +158,7 @@ def read_ahead(files: Sequence[Path], on_bytes: Callable[[int], None]) -> None:
 
 @contextmanager
 def reading_along(files: Sequence[Path]) -> Iterator[None]:
-    """Let the system read files ahead, one after the other, while the body uses them.
+    """Let the system read files ahead, one after the other, while the `with` body uses them.
 
     Otherwise the thread that first touches a page of a mapped file waits for the disk.
     """
@@ -200,7 +200,7 @@ def let_go(files: Iterable[Path]) -> None:
 
 
 def forget(extents: Iterable[tuple[int, int]]) -> None:
-    """Drop pages of mapped checkpoint files: whole pages within extents of (address, bytes).
+    """Drop from memory the whole pages of mapped files that lie in `extents`, (address, bytes).
 
     Without this, if memory cannot hold both a file and the model made from it, the system would
     drop the oldest pages, which are the next to be read. Addresses outside mapped files are
@@ -216,7 +216,10 @@ def forget(extents: Iterable[tuple[int, int]]) -> None:
 
 
 def _joined(extents: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield extents with adjacent and overlapping ones joined, so that no shared page is lost."""
+    """Yield the extents in order of address; adjacent and overlapping extents are joined.
+
+    A page shared by two adjacent extents lies wholly in the joined extent only.
+    """
     begin = end = 0
     for first, size in sorted(extents):
         if first > end:
@@ -255,7 +258,7 @@ def map_ahead(
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterable[tuple[int, int]]:
-    """Yield (address, bytes) of the tensors' pages, in pieces of limited size."""
+    """Yield (address, bytes) of the tensors' pages, in pieces of at most 64 MiB."""
     page = os.sysconf("SC_PAGE_SIZE")
     for tensor in tensors:
         begin, end = tensor.data_ptr() // page * page, tensor.data_ptr() + tensor.nbytes
@@ -264,7 +267,7 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterable[tuple[int, int]]:
 
 
 def _is_cached(descriptor: int, offset: int, size: int) -> bool:
-    """Whether a chunk's first and middle bytes are in memory; False if the system cannot tell."""
+    """Whether the page cache has a chunk's first and middle bytes; False if this is unknown."""
     if not hasattr(os, "RWF_NOWAIT"):
         return False
     try:

@@ -1,4 +1,4 @@
-"""The card of a packed model for a hub: its origin, its losses, and how to run it."""
+"""Writes a packed model's card for a hub: origin, formats, measured quality and speed."""
 
 import json
 import re
@@ -30,10 +30,10 @@ class Origin:
 
 
 def origin_of(directory: Path, name: str) -> Origin:
-    """Return the known origin of the model in a directory, which the user requested as `name`.
+    """Return the base model and licence of the model in `directory`, each None if unknown.
 
-    The base model is `name` if that is a hub id; otherwise it is read from the directory's card,
-    which names the base model of a model packed before.
+    `name` is the hub id or path by which the user named the model. A hub id is the base model. For
+    a path, the base model is read from the directory's card. The licence is always read there.
     """
     card = directory / CARD_FILE
     is_card = card.is_file() and card.stat().st_size <= _MOST_CARD_BYTES
@@ -43,7 +43,7 @@ def origin_of(directory: Path, name: str) -> Origin:
 
 
 def _front_matter(text: str) -> dict[str, str]:
-    """Return the single-line values of a card's front matter."""
+    """Return the single-line values in a card's front matter, by key."""
     found = _FRONT_MATTER.match(text)
     pairs = (line.partition(":") for line in (found[1] if found else "").splitlines())
     values = {key: value.strip().strip("\"'") for key, _, value in pairs if not key.startswith(" ")}
@@ -51,7 +51,10 @@ def _front_matter(text: str) -> dict[str, str]:
 
 
 def copy_licences(source: Path, directory: Path) -> None:
-    """Copy the base model's licence files, except those that the directory already has."""
+    """Copy the licence files in `source` to `directory`, without replacing existing files.
+
+    Nothing is copied if `source` is a GGUF file.
+    """
     for pattern in _LICENCE_FILES if source.is_dir() else ():
         for file in source.glob(pattern):
             if file.is_file() and not (directory / file.name).exists():
@@ -59,7 +62,10 @@ def copy_licences(source: Path, directory: Path) -> None:
 
 
 def read_reports(files: Sequence[str]) -> list[JsonObject]:
-    """Read the reports that `tandem quality --json` or `tandem bench --json` printed to files."""
+    """Return the report in each file's last line, from `tandem quality --json` or `bench --json`.
+
+    Raises `ConfigError` if the last line of a file is not such a report.
+    """
     found = []
     for file in map(Path, files):
         try:
@@ -76,7 +82,7 @@ def read_reports(files: Sequence[str]) -> list[JsonObject]:
 
 
 def write_card(directory: Path, origin: Origin, reports: Sequence[JsonObject]) -> Path:
-    """Write the card of a packed model; return the file."""
+    """Write the card of a packed model to its directory; return the card's path."""
     file = directory / CARD_FILE
     file.write_text("\n".join(_card(directory, origin, reports)) + "\n", encoding="utf-8")
     return file
@@ -106,7 +112,7 @@ def _card(directory: Path, origin: Origin, reports: Sequence[JsonObject]) -> Ite
 
 
 def _recipe(stored: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table's rows: how many layers have each format."""
+    """Yield the lines of the recipe's Markdown table: how many layers have each format."""
     for part, names, otherwise in (
         ("experts", stored.get("expert_formats"), stored.get("expert_dtype")),
         (
@@ -122,7 +128,7 @@ def _recipe(stored: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _measured(reports: Sequence[JsonObject]) -> Iterator[str]:
-    """Yield the measured results, or a line that says that there are none."""
+    """Yield the lines of the section on measurements: results, or the commands that measure."""
     yield from ("", "## Measured", "")
     for report in reports:
         if "perplexity" in report:

@@ -58,7 +58,7 @@ def require_new(target: Path) -> None:
 
 @contextlib.contextmanager
 def alone(file: Path) -> Iterator[bool]:
-    """Lock the file while the body runs; yields False if another process holds the lock."""
+    """Lock a file for the `with` body; yield True, or False if another process holds the lock."""
     lock = os.open(file, os.O_CREAT | os.O_RDWR)
     try:
         if fcntl is not None:

@@ -50,7 +50,8 @@ def write_index(
 ) -> None:
     """Write the index of a packed checkpoint.
 
-    `files` maps each file to the numbers of bytes of its tensors; `sums` maps it to its checksums.
+    `files` has the size in bytes of each tensor, by file and tensor name; `sums` has each file's
+    checksums.
     """
     weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
     total = sum(size for tensors in files.values() for size in tensors.values())
@@ -120,7 +121,7 @@ def _first_other(sums: Sequence[int], known: Sequence[object]) -> int | None:
 def require_checksums(
     directory: Path, on_bytes: Callable[[int], object] = lambda count: None
 ) -> int:
-    """Verify all files of a packed checkpoint; return how many were compared with a checksum.
+    """Verify all files of a packed checkpoint; return how many files were compared.
 
     Compares the SHA-256 of each file and the CRC32C of each expert. Raises `ModelError` naming the
     first bad file, and its first damaged tensor and expert. Returns 0 for a checkpoint without

@@ -18,9 +18,10 @@ from tandem.kernels.formats.file_rows import FileRows
 def put_fused(
     layer: HostLayer, tensor_name: str, fused: Tensor | SourceTensor, *, forgets: bool = False
 ) -> None:
-    """Store one projection or bias of all experts, (num_experts, ...); raises `ModelError`.
+    """Store one projection or bias of all experts of a layer, `fused` (num_experts, ...).
 
-    With `forgets`, pages of the file are dropped from memory once they have been read.
+    With `forgets`, pages of the file are dropped from memory once they have been read. Raises
+    `ModelError` for weights that the layer cannot store.
     """
     if not isinstance(fused, SourceTensor):
         layer.put(tensor_name, fused)
@@ -40,11 +41,12 @@ def put_experts(
     *,
     forgets: bool = False,
 ) -> None:
-    """Store one tensor of each expert, stacked from parts such as gate and up.
+    """Store the tensor `tensor_name` of every expert, stacked from parts such as gate and up.
 
-    Each of the `columns` lists one part of all experts. A part's rows are outputs, even if the
-    layer stores the transpose. Parts that are stored one by one are removed from the columns, so
-    that a layer is never in memory twice. Raises `ModelError`; `forgets` is as in `put_fused`.
+    Each list in `columns` has one of these parts for every expert. A part's rows are outputs, even
+    if the layer stores the transpose. If experts are stored one by one, each stored part is
+    replaced by an empty tensor in `columns`, so that a layer is never in memory twice. `forgets`
+    and the raised `ModelError` are as in `put_fused`.
     """
     plain = [[part for part in column if isinstance(part, Tensor)] for column in columns]
     if isinstance(layer, PackedLayer) and list(map(len, plain)) == list(map(len, columns)):
@@ -67,7 +69,7 @@ def put_experts(
 def _put_expert(
     layer: HostLayer, tensor_name: str, expert: int, parts: Sequence[Tensor | SourceTensor]
 ) -> None:
-    """Store one expert's tensor, given in parts that are stacked; raises `ModelError`."""
+    """Store one expert's tensor, which is stacked from `parts`; raises `ModelError`."""
     sources = [part for part in parts if isinstance(part, SourceTensor)]
     if len(sources) == len(parts):
         read = [(part, part.weight.read()) for part in sources]
@@ -78,7 +80,7 @@ def _put_expert(
 
 
 def _as_kept(layer: HostLayer, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return an expert's parts as the layer stores them: stacked and transposed, or unchanged."""
+    """Return an expert's parts: joined and transposed for a transposed layer, else unchanged."""
     return [torch.cat(list(parts)).T] if layer.is_transposed else parts
 
 
@@ -89,10 +91,11 @@ def _put_rows(
     *,
     forgets: bool,
 ) -> bool:
-    """Write all experts' rows directly from the file; return False if that is not possible.
+    """Store all experts' rows directly from the file; return False if that is not possible.
 
-    Also returns False for a damaged file, so that the torch reference, which reads codes, reports
-    the damage.
+    `experts` lists, for each expert, the weights that are stacked, each with the expert's number in
+    that weight (None if the weight is one expert's). Returns False also for a damaged file: the
+    caller then reads codes with torch, which reports the damage.
     """
     if not isinstance(layer, PackedLayer):
         return False
@@ -128,7 +131,10 @@ def _put_codes(
 
 
 def _common_order(parts: list[tuple[SourceTensor, Codes]]) -> Tensor | None:
-    """Return the input order of an expert's parts, or None; `ModelError` if the parts differ."""
+    """Return the input order that all parts of an expert have; `ModelError` if they differ.
+
+    None means that all parts have the inputs in their usual order.
+    """
     first, *others = (codes.input_order for _, codes in parts)
     for other in others:
         is_same = other is first or (

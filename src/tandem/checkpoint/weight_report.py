@@ -31,7 +31,7 @@ def require_own_weights(
 ) -> None:
     """Raise `ModelError` for a missing weight, a wrong shape, or a weight of a surplus layer.
 
-    `is_whole` says whether all layers of the config were loaded.
+    Surplus layers are only checked if `is_whole`: all layers of the config were loaded.
     """
     missing = sorted(report["missing_keys"])
     if missing:

@@ -1,1 +1,1 @@
-"""The command `tandem`: one module per subcommand, loaded when it is called."""
+"""The command `tandem`: one module per subcommand, imported when the subcommand is called."""

@@ -48,8 +48,8 @@ class KernelBenchOptions:
 def run_kernels(options: KernelBenchOptions, start_peers: "StartPeers | None" = None) -> int:
     """Measure and print the results; returns the exit code.
 
-    `start_peers` starts other systems, which are timed alternately with Tandem; in its second
-    argument it must record why a system is missing.
+    `start_peers(work, failures)` starts other systems, which are timed alternately with Tandem. For
+    each system that is missing it must enter the reason in `failures`.
     """
     from tandem.bench.kernels import KernelBench, machine
     from tandem.kernels.cpu import detect_cpu

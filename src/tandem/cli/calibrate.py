@@ -111,7 +111,7 @@ def _report(
 
 
 def _table(report: dict[str, Any]) -> str:
-    """Return each predictor's accuracy and cosine as text, laid out like DALI's tables 5 and 8."""
+    """Return a table of each predictor's accuracy and cosine, like tables 5 and 8 of DALI."""
     cosine = report["cosine"]
     batches = " ".join(f"{batch:>6}" for batch in report["batches"])
     lines = [

@@ -16,7 +16,10 @@ _ROLES = ("system", "user", "assistant")
 
 
 def save_chat(messages: "list[Message]", file: Path) -> None:
-    """Write a chat; raises `FileFormatError` if it has images, or an existing file is no chat."""
+    """Write a chat to a file.
+
+    Raises `FileFormatError` if the chat has images, or if the file exists and is not a chat.
+    """
     if any(not isinstance(message["content"], str) for message in messages):
         raise FileFormatError("a chat with images is not saved; /clear begins one without")
     if file.exists():
@@ -30,7 +33,7 @@ def save_chat(messages: "list[Message]", file: Path) -> None:
 
 
 def load_chat(file: Path) -> "list[Message]":
-    """Read a chat; raises `OSError`, and `FileFormatError` if the file is no chat."""
+    """Return the chat in a file; raises `OSError`, or `FileFormatError` if it is not a chat."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["messages"]
         chat: list[Message] = [{"role": one["role"], "content": one["content"]} for one in found]

@@ -34,7 +34,7 @@ class MessageReader:
     """Reads messages from standard input: a line, or all lines between triple quotes."""
 
     def __init__(self, *, on_interrupt: str) -> None:
-        """Remember what to print when Ctrl-C discards an unfinished message."""
+        """Set the text to print when Ctrl-C discards an unfinished message."""
         self._on_interrupt = on_interrupt
 
     def read(self) -> Typed | None:

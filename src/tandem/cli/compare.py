@@ -111,7 +111,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _text_ids(found: ModelChoice, count: int) -> list[int]:
-    """Return `count` token ids of held-out text; without a tokenizer the ids are arbitrary."""
+    """Return at most `count` token ids of held-out text; arbitrary ids without a tokenizer."""
     from tandem.quality.texts import held_out_texts
 
     if count == 0:
@@ -187,7 +187,7 @@ def _is_narrow(setting: "Setting", *, quiet: bool) -> bool:
 
 
 class _ProgressPrinter:
-    """Prints each measurement on standard error as it ends."""
+    """Prints the speeds of each measurement on standard error when the measurement ends."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds

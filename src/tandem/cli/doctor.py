@@ -129,7 +129,7 @@ def has_gpu() -> bool:
 
 
 def looked_at(num_threads: int | None = None) -> "Iterator[Finding]":
-    """Check this machine; print and yield each finding at once."""
+    """Check this machine; print and yield each finding as soon as it is known."""
     from tandem.forecast.machine_check import check_machine
 
     isa = os.environ.get("TANDEM_ISA", "")
@@ -167,7 +167,7 @@ def _check_model(choice: ModelChoice, options: DoctorOptions) -> Iterator[Findin
 
 
 def _check_disk(checkpoint: "AnyCheckpoint") -> Iterator[Finding]:
-    """Measure the disk that holds a packed model, as the model may run from the disk."""
+    """Yield a finding on the disk that holds a packed model; nothing for other models."""
     from tandem.forecast.disk_check import check_disk
     from tandem.hf.checkpoint import Checkpoint
 
@@ -176,7 +176,7 @@ def _check_disk(checkpoint: "AnyCheckpoint") -> Iterator[Finding]:
 
 
 def _check_disk_of_copies() -> Iterator[Finding]:
-    """Measure the disk that holds the packed copies, with the most recently used copy."""
+    """Measure the disk of the packed copies by reading the most recently used copy."""
     from tandem.hf.checkpoint import open_model
 
     for copy in kept_copies().all()[:1]:
@@ -187,7 +187,7 @@ def _check_disk_of_copies() -> Iterator[Finding]:
 
 
 def _check_copies(source: str) -> Iterator[Finding]:
-    """Verify a model's packed copies, byte by byte."""
+    """Verify the checksums of all packed copies of a model; yield a finding for each copy."""
     from tandem.forecast.machine_check import check_model_files
     from tandem.hf.checkpoint import open_model
 

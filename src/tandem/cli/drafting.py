@@ -19,9 +19,9 @@ class DraftChoice:
     quiet: bool
 
     def load(self, tokenizer: Tokenizer) -> DraftSources:
-        """Return `Generator`'s arguments for drafting, for a model with this tokenizer.
+        """Return the arguments about drafting for the `Generator` of a model with this tokenizer.
 
-        A draft model whose vocabulary differs is not used, and causes a warning.
+        A draft model with another vocabulary is left out with a warning.
         """
         own = find_model(self.choice, quiet=self.quiet)
         sources: DraftSources = {"mtp_from": Path(own.model)}  # the model, not a packed copy

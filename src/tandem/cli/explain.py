@@ -1,8 +1,9 @@
 """`tandem run --explain`: what limited the speed of a run, and what one change would gain.
 
-It lists which parts of a decode step and of a prompt are not native, and counts the drafts. With an
-expert cache it also lists what happened in each layer, and replays the run's routing in the
-simulator with one change at a time. These forecasts are as accurate as the hardware profile.
+The explanation lists the operations of a decode step and of a prompt that are not native (torch or
+Python runs them), and counts the drafts. With an expert cache it also lists what happened in each
+layer, and replays the run's routing in the simulator with one change at a time. These forecasts are
+as accurate as the hardware profile.
 """
 
 import dataclasses
@@ -58,14 +59,14 @@ def _row(name: str, counts: LayerCounts) -> str:
 
 
 class Change(NamedTuple):
-    """One change, and the seconds that the run would take with it."""
+    """One change of the conditions, and the seconds that the run would take with the change."""
 
     what: str
     seconds: float
 
 
 class _Conditions(NamedTuple):
-    """The conditions of a replay."""
+    """The machine, costs, number of slots and kind of decode steps that a replay assumes."""
 
     profile: HardwareProfile
     shape: ShapeCosts
@@ -74,9 +75,10 @@ class _Conditions(NamedTuple):
 
 
 def what_if(trace: "RoutingTrace", cache: ExpertCache, *, in_graph: bool = False) -> list[Change]:
-    """Simulate the run without a change, then with one change at a time, sorted by time.
+    """Simulate the run as it was, then with one change at a time.
 
-    `in_graph` says whether the run's decode steps followed an in-graph rule.
+    Returns the unchanged run, then the changes, the fastest first. `in_graph` says whether the
+    run's decode steps followed an in-graph rule.
     """
     now = _Conditions(cache.machine.profile, cache.machine.shape, cache.num_slots, in_graph)
     as_it_is = Change("as it is", _seconds(trace, cache, now))
@@ -137,7 +139,7 @@ def _seconds(trace: "RoutingTrace", cache: ExpertCache, conditions: _Conditions)
 
 
 def change_table(changes: list[Change], num_tokens: int) -> str:
-    """Return a table of the changes: the run's time, tok/s and speed-up with each of them."""
+    """Return a table with the run's time, tok/s and speed-up for each change."""
     base = changes[0].seconds
     lines = [
         "by the simulator, on the profile's times, without drafted tokens this run would take:"
@@ -151,14 +153,14 @@ def change_table(changes: list[Change], num_tokens: int) -> str:
 
 
 class DecodeStep(NamedTuple):
-    """Which operations of a generator's decode step and prompt are not native, if known."""
+    """The operations of a decode step and of a prompt that torch or Python runs, if known."""
 
     coverage: "Coverage | None"
     why_slower: str | None
     prompt: "PromptCoverage | None" = None
 
     def line(self) -> str:
-        """Return text about the operations that are not native and their cost."""
+        """Return a text about the operations that are not native, and their cost."""
         why = self.why_slower or "no decode step was replayed"
         step = self.coverage
         lines = [step.line() if step is not None else f"not native: not counted, as {why}"]
@@ -178,7 +180,7 @@ def _entries(coverage: "Coverage | PromptCoverage | None") -> list[dict[str, obj
 
 
 def decode_step(generator: "Generator") -> DecodeStep:
-    """Profile the generator's last decode step, if it was replayed, and a short prompt."""
+    """Profile the generator's recorded decode step, if it has one, and a short prompt."""
     from tandem.hf.runtime import require_runtime
     from tandem.recording.coverage import coverage_of
 
@@ -190,7 +192,7 @@ def decode_step(generator: "Generator") -> DecodeStep:
 
 
 def _prompt(generator: "Generator") -> "PromptCoverage | None":
-    """Profile a short prompt in separate slots.
+    """Profile a short prompt in a sequence slot of its own.
 
     Returns None on a GPU, for a model without sequence slots, or if the planner would learn from
     the prompt.
@@ -213,10 +215,10 @@ def _prompt(generator: "Generator") -> "PromptCoverage | None":
 
 
 class Drafting:
-    """Counts drafts from its creation on."""
+    """Counts a run's drafts from the creation of this object on."""
 
     def __init__(self, speculation: "Speculation | None") -> None:
-        """Start counting; None means that speculation is off."""
+        """Start counting; `speculation` is None if the user switched drafts off."""
         self._speculation = speculation
         self._before = DraftCounts() if speculation is None else speculation.counts.copy()
 
@@ -237,9 +239,9 @@ class Drafting:
         return f"{text}; {self._counts.line()}"
 
     def json(self) -> dict[str, object]:
-        """Return the counts as JSON: decode steps by number of drafted tokens, and steps without.
+        """Return the counts as JSON: decode steps by number of drafted tokens, and unpaid steps.
 
-        The latter are the steps that verified no draft because that would have cost time.
+        Unpaid steps verified no draft, because that would have cost time.
         """
         counts = self._counts
         return {
@@ -250,7 +252,7 @@ class Drafting:
 
 
 class Explanation:
-    """Watches a run from its creation to `finish`, and explains its speed."""
+    """Watches a model's run from the creation of this object to `finish`; explains the speed."""
 
     def __init__(self, model: PreTrainedModel, generator: "Generator") -> None:
         """Start watching a model's runs."""
@@ -287,7 +289,10 @@ class Explanation:
         return text, {**step.json(), **self._drafting.json()}
 
     def _cache_tables(self) -> list[str]:
-        """Return lines about the expert cache and possible gains; empty without a cache."""
+        """Stop counting; return texts on the expert cache and on possible gains.
+
+        Returns [] for a model without an expert cache.
+        """
         if self._recorder is None or self._expert_cache is None:
             return []
         self._runtime.use(self._executor)

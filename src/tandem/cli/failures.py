@@ -15,7 +15,7 @@ class UsageError(TandemError):
     """A command line that does not parse."""
 
     def __init__(self, program: str, message: str) -> None:
-        """Name the program with its subcommand, as the user types it."""
+        """Make a sentence of `message`; `program` is the command, such as "tandem run"."""
         super().__init__(f"{message}; see {program} --help")
         self.program = program
 
@@ -36,12 +36,12 @@ def report_failure(error: BaseException, *, has_json: bool) -> int:
 
 
 def failure_json(error: BaseException, sentence: str) -> str:
-    """Return a failure as one line of JSON, in place of a report."""
+    """Return the line of JSON that a failed command prints in place of its report."""
     return json.dumps({"error": {"type": type(error).__name__, "message": sentence}})
 
 
 def sentence_of(error: BaseException) -> str:
-    """Return one sentence about an error, for the user to act on."""
+    """Return one sentence that tells the user what went wrong, and where possible what to do."""
     return _what_the_system_says(error) if isinstance(error, OSError) else str(error)
 
 

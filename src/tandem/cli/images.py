@@ -1,4 +1,4 @@
-"""Images on the command line: `--image`, and the model's processor that reads them."""
+"""Images for `tandem run --image` and the server, and the model's processor that reads them."""
 
 import argparse
 import logging
@@ -28,7 +28,7 @@ def add_images(parser: argparse.ArgumentParser) -> None:
 
 
 def open_images(files: Sequence[str]) -> "list[Image]":
-    """Open the files of --image; raises `ConfigError` for the first file that is no image."""
+    """Open the files of --image; raises `ConfigError` for the first file that is not an image."""
     if not files:
         return []
     from tandem.generate.images import open_image
@@ -81,7 +81,7 @@ def load_image_reader(found: ModelChoice, directory: Path | None) -> "ImageReade
 
 
 def image_token_id(found: ModelChoice) -> int | None:
-    """Return the token id that stands for an image; None if the model takes no images."""
+    """Return the id of the image token in prompts; None if the model takes no images."""
     from tandem.hf.checkpoint import Checkpoint, open_model
 
     checkpoint = open_model(Path(found.model), may_run_code=found.trust_remote_code)

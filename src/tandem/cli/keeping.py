@@ -86,13 +86,16 @@ class Keeper:
         self._failure: TandemError | None = None
 
     def origin(self, source: str, files: list[Path], options: dict[str, str]) -> "Origin":
-        """Return the origin that a copy of this source would have."""
+        """Return the origin of a copy made from this source with these options."""
         from tandem.cli.kept_copies import Origin
 
         return Origin.of(source, files, options, version("tandem-moe"))
 
     def find(self, origin: "Origin") -> Path | None:
-        """Return the directory of a kept copy, None without a copy; a damaged copy is removed."""
+        """Return the directory of the copy with this origin; None if it is missing or damaged.
+
+        A damaged copy is removed.
+        """
         from tandem.hf.checkpoint import open_model
 
         copies = kept_copies(self._options)
@@ -112,7 +115,10 @@ class Keeper:
         return directory
 
     def look_ahead(self, origin: "Origin", num_bytes: Callable[[], int]) -> None:
-        """Check before loading that a requested copy can be kept; if not, print why, keep none."""
+        """If the user wants a copy, check for room before loading; without room, keep none.
+
+        Prints the reason unless `quiet`. `num_bytes` returns the copy's size.
+        """
         if not self._options.keep:
             return
         try:
@@ -149,14 +155,14 @@ class Keeper:
         return found
 
     def how_to_pack(self, num_bytes: int) -> str:
-        """Return advice for running a model that does not fit in memory."""
+        """Return a text about --pack-to-disk for a model that does not fit in memory."""
         return (
             f"--pack-to-disk writes it to {kept_copies(self._options).directory} once "
             f"({format_bytes(num_bytes)}, about {_minutes(num_bytes)}) and runs it from there"
         )
 
     def begin(self, origin: "Origin", model: "PreTrainedModel", seconds: float) -> None:
-        """Start writing a copy of a model that took `seconds` to load, if the user wants one."""
+        """Start writing a copy of a model that took `seconds` to load, if the user wants it."""
         num_bytes = int(model.get_memory_footprint())
         if not self._user_agrees(num_bytes, seconds):
             return
@@ -187,7 +193,7 @@ class Keeper:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the copy is written; Ctrl-C cancels it and removes the partial copy."""
+        """Wait until the copy is written; Ctrl-C stops the writing and removes the partial copy."""
         if self._thread is None:
             return
         try:
@@ -243,7 +249,7 @@ def _minutes(num_bytes: int) -> str:
 
 
 class _LeftError(Exception):
-    """Stops writing a copy, as the user does not want to wait for it."""
+    """Ends the thread that writes a copy, after the user refused to wait for it."""
 
 
 class _Answer:

@@ -38,7 +38,11 @@ class Origin:
     def of(
         cls, source: str, files: Sequence[Path], options: Mapping[str, str], version: str
     ) -> "Origin":
-        """Describe a model's files by names, sizes, times, and the first and last bytes of each."""
+        """Return the origin of a copy of `files`.
+
+        The fingerprint covers options, version, and each file's name, size, time, and first and
+        last MiB.
+        """
         digest = hashlib.sha256(json.dumps([version, sorted(options.items())]).encode())
         for file in sorted(files):
             status = file.stat()
@@ -69,7 +73,7 @@ class KeptCopy:
 
 
 class KeptCopies:
-    """The copies in a directory, which together take at most `limit_bytes`."""
+    """The packed copies in one directory, which together take at most `limit_bytes`."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
         """Use `directory`, which need not exist."""
@@ -82,9 +86,9 @@ class KeptCopies:
         return sorted(found, key=lambda copy: copy.last_used, reverse=True)
 
     def find(self, origin: Origin) -> Path | None:
-        """Return the directory of the copy with this origin, and update the copy's time of use.
+        """Return the directory of the copy with this origin; None if it is missing or incomplete.
 
-        Returns None without a copy; removes an incomplete copy.
+        Updates the copy's time of use; removes an incomplete copy.
         """
         note = self._note(origin.name)
         copy = _read(note)
@@ -121,7 +125,7 @@ class KeptCopies:
             return self._write(origin, num_bytes, save) if is_alone else None
 
     def require_room(self, name: str, num_bytes: int) -> None:
-        """Raise what `write` would raise now for a copy of `num_bytes`."""
+        """Raise `ModelError` if there is no room for a copy of `num_bytes`, as `write` would."""
         with self._reported_errors(), self._alone(name):
             self._removable(num_bytes, keep=name)
 
@@ -161,7 +165,10 @@ class KeptCopies:
                     shutil.rmtree(left, ignore_errors=True)
 
     def _make_room(self, num_bytes: int, *, keep: str) -> None:
-        """Remove the least recently used copies; raises `ModelError` if that is not enough."""
+        """Remove the least recently used copies except `keep` until `num_bytes` have room.
+
+        Raises `ModelError` if removing all of them would not be enough.
+        """
         for copy in self._removable(num_bytes, keep=keep):
             self.remove(copy.name)
 
@@ -187,7 +194,7 @@ class KeptCopies:
         return leaving
 
     def _alone(self, name: str) -> contextlib.AbstractContextManager[bool]:
-        """Return a context that holds a name's lock; its value is False if another process does."""
+        """Return a context that takes a name's lock; it yields False if another process has it."""
         self.directory.mkdir(parents=True, exist_ok=True)
         return alone(self.directory / f".{name}.lock")
 
@@ -196,7 +203,7 @@ class KeptCopies:
 
 
 def _read(note: Path) -> KeptCopy | None:
-    """Return the copy that a note describes; None if either is missing or the note unreadable."""
+    """Return the copy that a note describes; None if the note or the copy cannot be read."""
     try:
         stored = json.loads(note.read_text(encoding="utf-8"))
         directory = note.with_suffix("")

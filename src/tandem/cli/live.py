@@ -35,10 +35,10 @@ def require_terminal(out: TextIO) -> None:
 
 
 class ExpertHeat:
-    """The experts' recent use, in as many cells as fit the terminal."""
+    """Counts the experts' recent uses in the cells of a grid that fits the terminal."""
 
     def __init__(self, counts: dict[int, int], *, width: int) -> None:
-        """Start with no use; `counts` has the number of experts of each MoE layer."""
+        """Make a grid at most `width` cells wide; `counts` is each MoE layer's expert count."""
         self._layers = sorted(counts)
         self._counts = counts
         self._num_rows = min(_ROWS, len(self._layers))
@@ -50,7 +50,7 @@ class ExpertHeat:
         self._heat = [[0.0] * self.width for _ in range(self._num_rows)]
 
     def __call__(self, event: LayerExecuted) -> None:
-        """Add the experts that one event reports to their cells."""
+        """Count the experts that a layer used; earlier uses in the layer's line of cells fade."""
         if event.layer not in self._row_of:
             return
         row = self._heat[self._row_of[event.layer]]
@@ -69,7 +69,7 @@ class ExpertHeat:
 
 
 def _experts_of(event: LayerExecuted) -> list[int]:
-    """Return the experts that a layer has used; padding uses none."""
+    """Return the experts that a layer used in one call; padding tokens use none."""
     if event.load is not None:
         return list(event.load.experts)
     if event.chosen is None:
@@ -82,7 +82,7 @@ def _shade(share: float) -> str:
 
 
 class LivePanel:
-    """Prints an answer, and draws a panel below it; a context for one answer."""
+    """Prints an answer and draws a panel below it: a context manager for one answer."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class LivePanel:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Listen to a model from `__enter__` on; raises `ConfigError` without a terminal."""
+        """Prepare a panel on `out`; raises `ConfigError` if `out` is not a terminal with room."""
         from tandem.hf.runtime import require_runtime
 
         require_terminal(out)
@@ -106,7 +106,7 @@ class LivePanel:
         self._tokens, self._first, self._drawn = 0, 0.0, 0.0
 
     def __enter__(self) -> Self:
-        """Listen to the model, and keep the answer above the panel's lines."""
+        """Start counting experts, and reserve the terminal's last lines for the panel."""
         self._executor.listeners += [self._heat, self._cache]
         above = self._size.lines - self._num_lines
         self._out.write("\n" * self._num_lines + f"\x1b[{self._num_lines}A")
@@ -119,7 +119,7 @@ class LivePanel:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Draw once more and restore the terminal."""
+        """Draw the panel once more, restore the terminal, and stop counting."""
         self._draw()
         self._out.write(f"\x1b[r\x1b[{self._size.lines};1H\n")
         self._out.flush()
@@ -127,7 +127,7 @@ class LivePanel:
             self._executor.listeners.remove(listener)
 
     def show(self, text: str) -> None:
-        """Print a piece of the answer on standard output."""
+        """Print a piece of the answer on standard output, and redraw the panel now and then."""
         print(text, end="", flush=True)
         now = self._clock()
         self._first = self._first or now
@@ -145,7 +145,7 @@ class LivePanel:
         self._out.flush()
 
     def _summary(self) -> str:
-        """Return a line about the speed, and about where the experts were."""
+        """Return a line with the answer's speed and the shares of experts on device, CPU, disk."""
         seconds = self._clock() - self._first if self._first else 0.0
         speed = (self._tokens - 1) / seconds if self._tokens > 1 and seconds > 0 else 0.0
         parts = [f"{self._tokens} pieces, {speed:.1f} a second"]

@@ -40,7 +40,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekke
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
-    """A model as the command names it, or, once found, its path.
+    """The model that a command names; after `find_model`, with its path instead of the name.
 
     There is no flag for the hub's access token, because other users of the machine can read command
     lines. huggingface_hub reads the token from HF_TOKEN or from what `hf auth login` stored.
@@ -143,7 +143,8 @@ def load_model_and_tokenizer(
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """Load a model through Tandem, and its tokenizer; progress goes to standard error.
 
-    With a `keeper`, a packed copy of a model that must be converted is read or written.
+    With a `keeper`, a model that must be converted is read from its packed copy. If there is none,
+    a copy is written, provided the user wants it.
     """
     from tandem.devices import kind_of
 
@@ -195,7 +196,7 @@ def load_model_and_tokenizer(
 def _packing(
     path: Path, offload: OffloadOptions, dense_dtype: str
 ) -> Callable[[Path, "OnProgress"], object]:
-    """Return a function that packs a model into a directory."""
+    """Return a function that packs the model at `path` into a directory, and reports progress."""
     from tandem.hf.pack import pack
 
     return lambda target, on_progress: pack(
@@ -213,7 +214,7 @@ def _sizes(checkpoint: "AnyCheckpoint", offload: OffloadOptions, dense_dtype: st
 
 
 def source_label(model: str, path: Path) -> str:
-    """Return the name by which a packed copy records its source, `model` at `path`."""
+    """Return the name of a packed copy's source: the demo's name, or the model's full path."""
     return model if model in DEMO_MODELS else str(path.resolve())
 
 
@@ -252,7 +253,7 @@ def _load(
 
 
 def load_tokenizer(found: ModelChoice) -> Tokenizer:
-    """Load the tokenizer of a model that was found; raises `ModelError` without a usable one."""
+    """Load the tokenizer of a model from `find_model`; raises `ModelError` if none is usable."""
     from transformers import AutoTokenizer
 
     from tandem.checkpoint.config_values import foreign_errors
@@ -297,7 +298,11 @@ def _no_tokenizer(source: str, why: str) -> ModelError:
 
 
 def import_transformers(*, quiet: bool, has_bars: bool = True) -> None:
-    """Import Transformers, which takes seconds; let it print errors only, and bars if wanted."""
+    """Import Transformers, which takes seconds, and make it log errors only.
+
+    Transformers shows progress bars only with `has_bars`, without `quiet`, and where bars can be
+    drawn.
+    """
     with waiting("importing torch and Transformers", quiet=quiet):
         from transformers.utils import logging
 

@@ -30,7 +30,7 @@ class StoredModel:
     """A model on this machine."""
 
     name: str
-    """The name for `tandem run` or, for packed copies, for `tandem models rm`."""
+    """The name for `tandem models rm` and, except for packed copies, for `tandem run`."""
     kind: str
     num_bytes: int
     last_used: float

@@ -32,7 +32,7 @@ class SessionPlan:
     """The options of a session, checked before the model is loaded."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
-        """Check the flags; raises `ConfigError`, which names a wrong flag."""
+        """Check the flags; raises `ConfigError` that names the wrong flag."""
         self._options = from_flags(SessionOptions, flags)
         if self._options.live:
             from tandem.cli.live import require_terminal

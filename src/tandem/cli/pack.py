@@ -71,7 +71,7 @@ class PackOptions:
 
     @property
     def has_budget(self) -> bool:
-        """Whether formats are chosen so that the packed model has a given size."""
+        """Whether --size or --bits is given, so that formats are chosen for that size."""
         return self.size is not None or self.bits is not None
 
 
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Pack; returns the exit code."""
+    """Pack the model, or describe a packed one for the hub; returns the exit code."""
     options = from_flags(PackOptions, flags)
     choice = from_flags(ModelChoice, flags)
     if flags.measured and not options.for_hub:
@@ -182,7 +182,10 @@ def _say_what_lacks(origin: Origin) -> None:
 
 
 def choose_formats(options: PackOptions, found: ModelChoice) -> dict[str, object]:
-    """Measure a model's parts, choose and print formats, and return them as `pack`'s arguments."""
+    """Choose and print the formats for a size; return them as arguments of `pack`.
+
+    The losses of the model's parts in each format are measured first.
+    """
     from tandem.hf.checkpoint import open_model
     from tandem.hf.config import OffloadConfig
     from tandem.quality.recipe import measure_parts

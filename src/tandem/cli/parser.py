@@ -64,7 +64,7 @@ def _rare_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line; raises `UsageError`, which says what is wrong."""
+    """Parse a command line; raises `UsageError` if a word is wrong or missing."""
     parser, _ = build_parser([word for word in words if not word.startswith("-")][:1])
     flags, unknown = parser.parse_known_args(_with_negative_values(words))
     if unknown:

@@ -80,7 +80,7 @@ class PlanOptions:
             parse_bytes(self.memory, name="--memory")
 
     def request(self) -> PlanRequest:
-        """Return the options in the form that `Planner` needs."""
+        """Return the options as the request that `Planner` takes."""
         return PlanRequest(
             dense_dtype=self.dense_dtype, context=self.context, sequences=self.sequences,
             measure=self.measure, refresh=self.refresh, shape=self.shape,
@@ -131,7 +131,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _plan(planner: Planner) -> "tuple[Plan, dict[str, ModelSizes]]":
-    """Return the requested plan, and the model's sizes in other formats."""
+    """Return the requested plan, and the model's sizes by other format, for advice."""
     sizes = planner.sizes()
     what = "dense_dtype" if sizes.is_dense else "expert_dtype"
     formats = () if planner.is_packed else _OTHER_FORMATS
@@ -140,7 +140,10 @@ def _plan(planner: Planner) -> "tuple[Plan, dict[str, ModelSizes]]":
 
 
 def _proposal(planner: Planner, options: PlanOptions, sizes: "ModelSizes") -> "SizeProposal | None":
-    """Return the largest packed size that reaches the requested speed; None without a request."""
+    """Return the largest packed size that reaches the requested speed; None without a request.
+
+    Raises `ConfigError` if the model is packed already.
+    """
     from tandem.forecast.largest_size import largest_size
 
     if options.tokens_per_second is None:
@@ -167,7 +170,7 @@ def _proposal(planner: Planner, options: PlanOptions, sizes: "ModelSizes") -> "S
 
 
 def _table(plan: "Plan") -> str:
-    """Return the plan as a table."""
+    """Return the plan as text: a row for each use of host memory, then device, speed and disk."""
     from tandem.forecast.model_plan import FORWARD_BYTES
 
     sizes = plan.sizes
@@ -205,7 +208,7 @@ def _table(plan: "Plan") -> str:
 
 
 def _disk_line(slots: "SlotsOverDisk", found: "DiskForecast | None") -> str:
-    """Return a line about the speed with experts on the disk."""
+    """Return a line about the speed with experts on the disk; without `found`, about the slots."""
     fit = f"from the disk: {slots.share:.0%} of the experts fit"
     if found is None:
         return (

@@ -1,4 +1,4 @@
-"""Plans one model with various options, before anything is loaded."""
+"""Plans one model in the requested format and in other formats, before anything is loaded."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The planner's options, apart from `OffloadOptions`."""
+    """The options of a `Planner`, apart from `OffloadOptions`."""
 
     dense_dtype: str
     context: int | None
@@ -40,7 +40,7 @@ class PlanRequest:
 
 
 class Planner:
-    """Plans one model in any format."""
+    """Plans one model on one machine; the model's formats may differ from plan to plan."""
 
     def __init__(self, source: ModelChoice, request: PlanRequest, offload: OffloadOptions) -> None:
         """Read the checkpoint's headers and find how much memory there is."""
@@ -69,7 +69,7 @@ class Planner:
         return bool(self._packed_files)
 
     def sizes(self, **own: str) -> "ModelSizes":
-        """Return the model's sizes with some options replaced."""
+        """Return the model's sizes; `own` are options that replace the requested ones."""
         # The profile names the machine; a dense model may be planned for that machine, too.
         config = dataclasses.replace(self._config(**own), profile=None)
         found = self._sizes_with(config)
@@ -77,7 +77,10 @@ class Planner:
         return found.within(self._available_bytes, expert_memory, self._on_device)
 
     def plan(self, sizes: "ModelSizes", others: "Mapping[str, ModelSizes]") -> "Plan":
-        """Return the plan without a speed; raises `CapacityError` if a GPU is too small."""
+        """Return the plan without a speed; raises `CapacityError` if a GPU is too small.
+
+        For a dense model, the error names which of `others`, its sizes by format, would fit.
+        """
         from tandem.forecast.model_plan import Plan, plan_slots
 
         offload, context = self._offload, sizes.context(self._request.context)
@@ -102,7 +105,7 @@ class Planner:
         )
 
     def _draft(self) -> "ModelSizes | None":
-        """Return the sizes of the draft model as `load_small` loads it; None if there is none."""
+        """Return the draft model's sizes as `load_small` loads it; None without a draft model."""
         from tandem.forecast.sizes import model_sizes
         from tandem.generate.speculation.small_model import small_options
         from tandem.hf.checkpoint import open_model
@@ -113,7 +116,10 @@ class Planner:
         return model_sizes(checkpoint, small_options(checkpoint))
 
     def with_speed(self, plan: "Plan", **own: str) -> "Plan":
-        """Return the plan with its speed, measured or simulated, and its speed from the disk."""
+        """Return the plan with its forecast speed, and the speed with experts on the disk.
+
+        `own` must be the options with which the plan's sizes were made.
+        """
         speed = _speed(plan.sizes, self._config(**own), plan.expert_slots, self._request)
         plan = dataclasses.replace(plan, speed=speed)
         slots, from_disk = _over_disk(plan, self._packed_files, self._offload)
@@ -132,11 +138,12 @@ class Planner:
 def _over_disk(
     plan: "Plan", files: Sequence[Path], offload: OffloadOptions
 ) -> "tuple[SlotsOverDisk | None, DiskForecast | None]":
-    """Return the host slots of a model that runs from the disk, and its speed.
+    """Return the host slots and the speed of a model that runs from the disk.
 
     Experts stay on the disk if they do not fit into memory, or exceed `expert_memory`. Both results
-    are None if no expert stays there. The speed is None if the plan has none, or if the disk was
-    not measured. Raises `TandemError` where loading would.
+    are None if no expert stays on the disk, or if there is no room for slots. The speed is None if
+    the plan has no speed, or if the disk was not measured. Raises `TandemError` where loading
+    would.
     """
     expert_memory, is_plain = offload.expert_memory_bytes, plan.sizes.has_plain_experts
     if expert_memory is not None and is_plain:
@@ -174,9 +181,10 @@ def _room_for_slots(plan: "Plan") -> int:
 def _from_disk(
     plan: "Plan", slots: "SlotsOverDisk", files: Sequence[Path], profile: str | None
 ) -> "DiskForecast | None":
-    """Return the speed from the disk of the profile's machine; without a profile, of this one.
+    """Return the speed with experts on the profile's disk; without a profile, on this machine's.
 
-    None if the plan has no measured or simulated speed, or if the profile has no disk.
+    Returns None if the plan's speed is neither measured nor simulated, or if the disk's rate is
+    unknown.
     """
     from tandem.forecast.disk_forecast import forecast_from_disk, forecast_with_gpu
     from tandem.forecast.gpu_forecast import GpuForecast
@@ -201,7 +209,7 @@ def _from_disk(
 def _sizes_with(
     source: ModelChoice, shape: str | None
 ) -> "tuple[Callable[[OffloadConfig], ModelSizes], list[Path]]":
-    """Return a function from options to a model's sizes, and the model's files if it is packed."""
+    """Return a function from options to the model's sizes, and the packed weight files, if any."""
     from tandem.forecast.completeness import require_complete
     from tandem.forecast.sizes import model_sizes
     from tandem.hf.checkpoint import open_model
@@ -219,7 +227,7 @@ def _sizes_with(
 def _speed(
     sizes: "ModelSizes", offload: "OffloadConfig", num_slots: int, request: PlanRequest
 ) -> "AnyForecast | str":
-    """Return the requested forecast, or why there is none."""
+    """Return the forecast that the request and the options ask for, or why there is none."""
     from tandem.forecast.cpu_forecast import forecast_from_profile
     from tandem.forecast.gpu_forecast import GpuRun, machine_for
     from tandem.forecast.speed_forecast import forecast_speed, why_not_measured

@@ -72,7 +72,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _disk_of(choice: ModelChoice, expert_bytes: int) -> "DiskCosts | None":
-    """Measure the disk of a model's files; None, with a warning, if they cannot be read."""
+    """Measure the disk of a model's files; returns None and warns if they cannot be read."""
     from tandem.hardware.disk import measure_disk
     from tandem.hf.checkpoint import open_model
 
@@ -85,7 +85,7 @@ def _disk_of(choice: ModelChoice, expert_bytes: int) -> "DiskCosts | None":
 
 
 def table(profile: "HardwareProfile", seconds: float) -> str:
-    """Return the profile as a table."""
+    """Return the profile as a table; `seconds` is how long the measurement took."""
     shape = profile.shapes[0]
     link = shape.expert_bytes / shape.link_seconds_per_expert / 1e9
     lines = [
@@ -117,7 +117,7 @@ def _disk_line(disk: "DiskCosts") -> str:
 
 
 def charts(profile: "HardwareProfile") -> list[Chart]:
-    """Return two charts by token count: the microseconds of one expert, in all and per token."""
+    """Return two charts by token count: one expert's microseconds in all, and per token."""
     shape = profile.shapes[0]
     counts = [str(count) for count in shape.tokens]
     copied = [shape.link_seconds_per_expert * 1e6] * len(counts)

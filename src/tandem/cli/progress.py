@@ -22,7 +22,7 @@ class PlainProgress:
     """A text stream that writes a bar as a line now and then, and passes on everything else."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        """Write to `stream`."""
+        """Wrap `stream`."""
         self._stream, self._clock = stream, clock
         self._line = ""
         """The latest text of the bar; empty without a bar."""
@@ -33,7 +33,7 @@ class PlainProgress:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text; returns its length."""
+        """Write a text, but a bar's text only when its next line is due; returns the length."""
         if text.startswith("\r"):
             self._draw(text.strip())
         elif self._line and not text.strip("\n\x1b[A"):  # the end of a bar's line
@@ -108,16 +108,16 @@ class PackingBar:
     """Draws bytes, rate and time left on standard error."""
 
     def __init__(self, what: str = "packing experts") -> None:
-        """Begin at zero."""
+        """Draw an empty bar with the label `what`."""
         from tqdm import tqdm
 
         self._bar = tqdm(desc=what, unit="B", unit_scale=True, file=sys.stderr)
 
     def __call__(self, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes are done."""
+        """Show `done` of `total` bytes."""
         self._bar.total = total
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        """End the line."""
+        """End the bar and its line."""
         self._bar.close()

@@ -123,7 +123,10 @@ class _Run:
         self._bar = None if options.quiet else progress_bar()
 
     def windows(self, files: list[str] | tuple[()]) -> "list[Window]":
-        """Return the tokenized texts; raises `ConfigError` if the reference's tokens differ."""
+        """Return windows of the tokenized files, or of the default text if there are none.
+
+        Raises `ConfigError` if the reference tokenizes the text differently.
+        """
         from tandem.quality.texts import cut_windows, held_out_texts, read_texts, words_digest
 
         texts = read_texts(files) if files else held_out_texts()
@@ -138,7 +141,10 @@ class _Run:
         return cut[0]
 
     def open_kept(self, path: Path) -> "KeptLogits":
-        """Return stored logits; raises `ConfigError` if their tokens differ from the model's."""
+        """Return the logits in a file that --keep wrote, with their text.
+
+        Raises `ConfigError` if the model tokenizes that text differently.
+        """
         from tandem.quality.kept_logits import KeptLogits
         from tandem.quality.texts import words_digest
 
@@ -149,7 +155,7 @@ class _Run:
         return kept
 
     def keep_reference(self, windows: "list[Window]", path: Path) -> "KeptLogits":
-        """Run the unmodified reference and write its logits to a file."""
+        """Run the reference in its own formats, write its logits to `path`, and return them."""
         from tandem.quality.kept_logits import KeptLogits
 
         offload = dataclasses.replace(self._offload, expert_dtype="auto", expert_memory="auto")
@@ -163,7 +169,11 @@ class _Run:
         reference: "KeptLogits | None" = None,
         keep: str | None = None,
     ) -> "Tally":
-        """Run the model with the requested options; return the results by domain."""
+        """Run the model with the requested options; return the results by domain.
+
+        The results compare the model with `reference`, if given. `keep` names a file for the
+        model's logits.
+        """
         return self._measure(
             self._choice, self._offload, self._options.dense_dtype, windows, "model",
             reference=reference, keep=None if keep is None else Path(keep),

@@ -36,7 +36,7 @@ _ADDRESS = ("host", "port")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """What each replica serves, and its share of a machine."""
+    """The number of replicas, what Ray reserves for each, and the format of linear layers."""
 
     replicas: int = 2
     cpus: float = 1.0
@@ -72,7 +72,7 @@ def _build_app(
     choice: ModelChoice,
     api_keys: tuple[str, ...],
 ) -> Any:
-    """Return one replica's application, which starts and stops its own engine process."""
+    """Return one replica's web application, which starts and stops an engine process of its own."""
     from tandem.apis.images import allowed_directory
     from tandem.server.app import create_app
     from tandem.server.engine_client import EngineClient

@@ -68,7 +68,7 @@ class RunReport:
             self._expert_cache.clock.watchers -= 1
 
     def line(self, answer: "Answer") -> str:
-        """Return the statistics as text, a line for each subject."""
+        """Return the statistics as text: lines on speed, expert cache, disk, and a cut answer."""
         self._executor.catch_up()
         parts = [
             f"first token {answer.time_to_first_token_seconds:.2f} s",
@@ -94,7 +94,7 @@ class RunReport:
         return "\n".join(lines)
 
     def _read_parts(self) -> list[str]:
-        """Return the bytes that were read of experts, as text; empty for a dense model."""
+        """Return a text on the bytes of experts' weights that were read; [] for a dense model."""
         has_experts = len(self._executor.store) > 0
         return [f"experts read {format_bytes(self._experts.touched_bytes)}"] * has_experts
 
@@ -134,7 +134,7 @@ class RunReport:
 
     @property
     def _saved_bytes(self) -> int:
-        """Bytes of expert weights that drafts saved, as tokens share experts; may be negative."""
+        """Bytes of weights not read because drafted tokens shared experts; may be negative."""
         if self._speculation is None:
             return 0
         return self._speculation.counts.saved_bytes - self._saved_before
@@ -154,7 +154,7 @@ class RunReport:
         return clock.now, clock.cpu_busy, clock.gpu_busy, clock.link_busy
 
     def _busy(self) -> dict[str, float]:
-        """Return the shares of time since the report began in which CPU, GPU, link were busy."""
+        """Return the busy shares of CPU, GPU and link in the time since this report began."""
         passed, *worked = (
             now - before for now, before in zip(self._seconds(), self._seconds_before, strict=True)
         )
@@ -212,7 +212,7 @@ class RunReport:
         }  # fmt: skip
 
     def _disk_json(self) -> dict[str, object] | None:
-        """Return the host slots' counts as JSON; None: all experts are in memory."""
+        """Return the host slots' counts as JSON; None if the model has no host slots."""
         if self._host_slots is None:
             return None
         disk = self._disk_now().since(self._disk_before)
@@ -224,12 +224,12 @@ class RunReport:
 
 
 def _used_tokens(answer: "Answer") -> int:
-    """Return the number of tokens of the context that a conversation fills after an answer."""
+    """Return the number of tokens in the context after an answer: its prompt's and its own."""
     return answer.prompt_tokens + len(answer.token_ids)
 
 
 def _prompt_parts(answer: "Answer") -> str:
-    """Return how many prompt tokens are new and kept, as text; prefill's rate counts new ones."""
+    """Return a text with the numbers of computed and of reused prompt tokens."""
     new, kept = answer.prompt_tokens - answer.reused_tokens, answer.reused_tokens
     return f"{new} new, {kept} kept" if kept else f"{new} tokens"
 

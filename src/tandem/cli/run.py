@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Answer or chat, as the flags say; returns the exit code."""
+    """Answer one prompt, or chat without one; returns the exit code."""
     plan = SessionPlan(flags)
     prompt = _one_prompt(flags.prompt)
     session = plan.open()
@@ -32,7 +32,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _one_prompt(given: str | None) -> str | None:
-    """Return piped text followed by the text of -p; None without either, which means a chat."""
+    """Return piped text followed by the text of -p; None without both, so that a chat begins."""
     if given is None:
         prompt = read_input()
         if prompt is None:

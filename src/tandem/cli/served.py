@@ -15,7 +15,7 @@ from tandem.server.options import ServerOptions
 
 
 def server_keys(options: ServerOptions) -> tuple[str, ...]:
-    """Return the API keys, also from TANDEM_API_KEY.
+    """Return the API keys from the options and from TANDEM_API_KEY.
 
     Raises `ConfigError` if there are none and an option limits what each key may use.
     """
@@ -29,7 +29,7 @@ def server_keys(options: ServerOptions) -> tuple[str, ...]:
 
 
 def served_offload(offload: OffloadOptions, options: ServerOptions) -> OffloadOptions:
-    """Return options that reserve the KV cache of all running requests."""
+    """Return the options with memory reserved for the KV cache of all running requests."""
     return replace(offload, context=options.context, sequences=options.max_running)
 
 

@@ -91,7 +91,7 @@ class SessionOptions:
 
 
 class Session:
-    """A conversation: keeps messages, prints answers and statistics."""
+    """A conversation with a loaded model: keeps its messages, prints answers and statistics."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Session:
         self.clear()
 
     def finish(self) -> None:
-        """Wait for background writes to end."""
+        """Wait until the packed copy is written, if one is being written."""
         if self._keeper is not None:
             self._keeper.finish()
 
@@ -151,9 +151,10 @@ class Session:
         self._messages += messages
 
     def regenerate(self) -> "Answer":
-        """Answer the last user message again, in place of its answer.
+        """Print and keep a new answer to the last user message, in place of the earlier answer.
 
-        On an error the conversation stays as it was.
+        Raises `ConfigError` if there is no answer yet. On an error the conversation stays as it
+        was.
         """
         kept = self._messages
         if not kept or kept[-1]["role"] != "assistant":
@@ -197,7 +198,7 @@ class Session:
         return answer
 
     def _shown(self, generator: "Generator", prompt: "tuple[int, ...] | ImagePrompt") -> "Answer":
-        """Generate and print an answer."""
+        """Generate an answer, print it piece by piece, and return it."""
         if self.options.live:
             from tandem.cli.live import LivePanel
 
@@ -209,7 +210,7 @@ class Session:
         return answer
 
     def _ready_generator(self) -> "Generator":
-        """Return the conversation's generator, made on first use; it keeps the KV cache."""
+        """Return the conversation's generator, which holds the KV cache; make it on first use."""
         from tandem.generate.generator import Generator
 
         if self._generator is None:
@@ -305,7 +306,7 @@ class Session:
             print(f"[the answer will be the same: {why}]", file=sys.stderr)
 
     def _say_why_slower(self) -> None:
-        """Print once in a session why steps are slower than possible, if they are."""
+        """If steps are slower than possible, print the reason, once in a session."""
         why = self._generator.why_slower if self._generator is not None else None
         if why is not None and not self._has_printed_why_slower:
             self._has_printed_why_slower = True

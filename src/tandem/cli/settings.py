@@ -1,4 +1,4 @@
-"""`/set` in a chat: shows and changes options of the next answers."""
+"""`/set` in a chat: shows and changes the options for the next answers."""
 
 import dataclasses
 import typing
@@ -15,10 +15,10 @@ _SYSTEM = "system"
 
 
 class ChatSettings:
-    """The options that can change during a session, by name."""
+    """Shows and changes a session's sampling options and system message by name."""
 
     def __init__(self, session: Session) -> None:
-        """Remember the initial values, which `default` restores."""
+        """Take the session's present values as those that `default` restores."""
         self._session = session
         self._first_sampling = session.sampling
         self._first_system = session.options.system

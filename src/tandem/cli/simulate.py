@@ -26,7 +26,7 @@ _OF_DISKS = ("hardware", "shape", "eviction", "batch", "prompt", "limit", "hold_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """Options of `tandem simulate`; an option whose value is `list` prints the names it knows."""
+    """Options of `tandem simulate`; options that take a name print all names if it is `list`."""
 
     hardware: str = option(
         "desktop-12gb", metavar="NAME|FILE",
@@ -83,7 +83,7 @@ class SimulateOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    """Add the arguments of `tandem simulate`."""
     parser.add_argument("traces", nargs="*", metavar="TRACE", help="routing traces (.npz)")
     add_flags(parser, SimulateOptions)
     add_flags(parser, DiskOptions)
@@ -118,7 +118,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _require_of_disks(flags: argparse.Namespace) -> None:
-    """Raise `ConfigError` for flags that do not apply to experts on a disk."""
+    """Raise `ConfigError` for flags that have no effect with --disk and without a GPU."""
     names = (field.name for field in fields(SimulateOptions))
     others = [n for n in names if n not in _OF_DISKS and vars(flags).get(n) is not None]
     if others:
@@ -281,7 +281,7 @@ def _print_details(result: "Report") -> None:
 
 
 def _merge(results: dict[str, "Report"]) -> "Report":
-    """Return the only result, or one report with means, sums and the results of all traces."""
+    """Return the result of a single trace, or a report with means, sums and all traces' results."""
     if len(results) == 1:
         return next(iter(results.values()))
     merged = _mean(list(results.values()))
@@ -292,7 +292,10 @@ def _merge(results: dict[str, "Report"]) -> "Report":
 
 
 def _mean(values: list[Any]) -> Any:
-    """Return the mean of numbers, by key for objects; None without numbers or for unequal texts."""
+    """Return the mean of numbers; for dictionaries, a dictionary of means by key.
+
+    Returns equal texts as they are; None for unequal texts, or if all values are None.
+    """
     if all(isinstance(value, dict) for value in values):
         return {key: _mean([value[key] for value in values]) for key in values[0]}
     if all(isinstance(value, str) for value in values):

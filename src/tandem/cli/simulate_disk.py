@@ -61,7 +61,10 @@ class DiskOptions:
         return profile.disk.most_bytes_per_second
 
     def share(self, costs: "ShapeCosts") -> float:
-        """Return the share of the experts that have host slots, by the rule that loading uses."""
+        """Return the share of the experts that host slots hold.
+
+        The share is --host-experts, or what fits into --expert-memory, computed as in loading.
+        """
         if self.expert_memory is None:
             return _USUAL_SHARE if self.host_experts is None else self.host_experts
         from tandem.experts.cache.host_slots import share_of
@@ -79,7 +82,7 @@ def simulate_disk(
     options: DiskOptions,
     progress: "Progress",
 ) -> "Report":
-    """Replay one trace with experts on a disk and without a GPU; return its report."""
+    """Replay one trace with experts on a disk and without a GPU; return the trace's report."""
     from tandem.experts.cache.policy_tables import host_slot_eviction
     from tandem.sim.disk import DiskConditions, simulate_over_disk
     from tandem.sim.simulation import split_trace
@@ -103,7 +106,7 @@ def simulate_disk(
 def with_disk(
     conditions: "Conditions", costs: "ShapeCosts", eviction: str, options: DiskOptions
 ) -> "Conditions":
-    """Return conditions in which host memory holds a share of the experts, and a disk holds all."""
+    """Return `conditions` with all experts on a disk and a share of them in host slots."""
     from tandem.experts.cache.policy_tables import host_slot_eviction
     from tandem.policy.cost import DiskCosts, whole_pages
     from tandem.sim.disk import HostShare

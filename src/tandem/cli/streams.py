@@ -38,7 +38,10 @@ def _reconfigure(stream: TextIO, errors: str) -> None:
 
 
 def require_text(text: str, what: str) -> str:
-    """Return a text from outside unchanged; raises `ConfigError` if its bytes were not valid."""
+    """Return a user's text unchanged; raises `ConfigError` if it has bytes that are not text.
+
+    `what` names the text in the error.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -52,7 +55,7 @@ def require_text(text: str, what: str) -> str:
 
 
 def has_piped_input() -> bool:
-    """Whether standard input is a pipe or a file; a device such as /dev/null is neither."""
+    """Tell whether standard input is a pipe, a socket or a file; false for a device."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError):  # a stream without a file descriptor
@@ -94,7 +97,7 @@ def warnings_as_lines(*, quiet: bool) -> Iterator[None]:
 
 
 def _origin(filename: str) -> str:
-    """Name the library of a source file, unless it is Tandem."""
+    """Return " of LIBRARY" for a source file of a library; "" for Tandem's and other files."""
     parts = Path(filename).parts
     if "site-packages" not in parts or "tandem" in parts:
         return ""

@@ -16,7 +16,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def version_lines(*, is_verbose: bool = True) -> list[str]:
-    """Return the lines with Tandem's version and, if verbose, its dependencies'."""
+    """Return lines with Tandem's version and, if verbose, with those of its dependencies."""
     lines = [f"tandem {version('tandem-moe')}"]
     if is_verbose:
         from tandem.kernels.engine import choose_isa

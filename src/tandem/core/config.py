@@ -63,7 +63,7 @@ def add_flags(
     """Add one flag per option of a config class to a parser; absent flags leave the default.
 
     Options in `known` are skipped: another class has already added their flags. Options in the
-    class's `rare`, if it has that attribute, are shown by `--help-all` alone.
+    class's `rare`, if it has that attribute, are shown only by `--help-all`.
     """
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
@@ -115,7 +115,7 @@ def from_mapping(config: type[T], values: Mapping[str, object], *, where: str) -
 
 
 def require_types(config: type[Any], values: Mapping[str, object], *, where: str) -> None:
-    """Raise `ConfigError` for a value from a file whose type is not its field's type."""
+    """Raise `ConfigError` if a value, read from a file, does not have its field's type."""
     hints = typing.get_type_hints(config)
     for key, value in values.items():
         if key in hints and not _fits(value, hints[key]):

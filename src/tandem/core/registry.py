@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def nearest_names(name: str, known: list[str]) -> str:
-    """Return "did you mean X?" for a mistyped name, whatever its case; else the known names."""
+    """Return "did you mean X?" for a name like a known one, ignoring case; else all known names."""
     by_lower = {each.lower(): each for each in known}
     close = [by_lower[lower] for lower in get_close_matches(name.lower(), by_lower, n=2)]
     if close:
@@ -27,12 +27,12 @@ class Registry(Generic[T]):
         self.kind = kind
         self._factories: MutableMapping[str, Callable[..., T]] = {}
         self.former: MutableMapping[str, str] = {}
-        """Former names that are still accepted, with today's names."""
+        """The present name for each former name that is still accepted."""
 
     def register(
         self, name: str, *, formerly: str | None = None
     ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Return a decorator that registers a factory; its former name is accepted, too."""
+        """Return a decorator that registers a factory as `name`, found also as `formerly`."""
 
         def add(factory: Callable[..., T]) -> Callable[..., T]:
             assert name not in self._factories, f"{self.kind} {name!r} is registered twice"
@@ -44,7 +44,7 @@ class Registry(Generic[T]):
         return add
 
     def extended(self, more: Mapping[str, Callable[..., T]]) -> "Registry[T]":
-        """Return a registry with `more` added; names registered here later appear too."""
+        """Return a new registry: `more`, and all names of this one, also those registered later."""
         longer: Registry[T] = Registry(self.kind)
         longer._factories = ChainMap(dict(more), self._factories)
         longer.former = self.former
@@ -55,7 +55,7 @@ class Registry(Generic[T]):
         return self.former.get(name, name)
 
     def factory(self, name: str) -> Callable[..., T]:
-        """Return the factory with this name; `ConfigError` names the nearest names."""
+        """Return the factory of a present or former name; `ConfigError` for an unknown name."""
         try:
             return self._factories[self.today(name)]
         except KeyError:

@@ -26,7 +26,7 @@ class ImagePrompt:
 
     ids: tuple[int, ...]
     keys: tuple[int, ...]
-    """The same ids with negative numbers for images; equal numbers mean equal images."""
+    """`ids` with a negative number for each image token; equal numbers mean equal images."""
     inputs: Mapping[str, "npt.NDArray[np.generic]"]
     """The processor's other outputs, by the model's argument names."""
 
@@ -41,15 +41,15 @@ class _Shown:
 
     prompt: ImagePrompt
     positions: Tensor
-    """The prompt's rotary positions, (kinds, n_tokens): in some models time, height and width."""
+    """The prompt's rotary positions, (kinds, n_tokens); kinds are e.g. time, height and width."""
     delta: int
-    """A later token's rotary position minus its index."""
+    """For a token after the prompt, its rotary position minus its index in the slot."""
     is_image: Tensor
     """Whether each token belongs to an image: (n_tokens,) bool."""
     features: ImageFeatures | None = None
 
     def positions_of(self, segment: Segment) -> Tensor:
-        """Return the positions (kinds, n) of a segment's tokens, which may lie after the prompt."""
+        """Return the rotary positions (kinds, n) of `segment`, inside the prompt or after it."""
         first, end = segment.first_position, segment.first_position + segment.num_tokens
         known = self.positions[:, first:end]
         later = torch.arange(first + known.shape[1], end, device="cpu") + self.delta
@@ -60,7 +60,7 @@ class SlotImages:
     """The images in the slots of a pool."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Begin without images; `model` computes their positions and features later."""
+        """Begin without images; `model` will compute the features of images that are shown."""
         self._model = model
         self._prompts: dict[int, ImagePrompt] = {}
         self._shown: dict[int, _Shown] = {}
@@ -73,7 +73,7 @@ class SlotImages:
             self._prompts[slot] = prompt
 
     def ids(self, keys: Sequence[int]) -> list[int]:
-        """Return the model's token ids for the keys of a prompt, as in `ImagePrompt`."""
+        """Return token ids for the keys of an `ImagePrompt`: the image token for negative keys."""
         return [key if key >= 0 else int(self._model.config.image_token_id) for key in keys]
 
     def deltas(self, slots: Sequence[int]) -> list[int] | None:
@@ -125,7 +125,7 @@ class SlotImages:
     def _features_of(self, segment: Segment, shown: _Shown) -> ImageFeatures | None:
         """Return the features of a segment's image tokens; None if it has none.
 
-        The tower runs at most once per prompt, and only when a segment has image tokens.
+        The vision tower runs at most once per prompt, and only when a segment has image tokens.
         """
         first, end = segment.first_position, segment.first_position + segment.num_tokens
         before, count = (
@@ -148,7 +148,10 @@ def require_images(model: PreTrainedModel) -> None:
 
 
 def why_no_images(model: PreTrainedModel, *, is_padded: bool) -> str | None:
-    """Return why requests with images are refused, as a sentence; None: they are accepted."""
+    """Return why requests with images are refused, as a sentence; None: they are accepted.
+
+    With `is_padded`, prompts run as a `PaddedBatch` instead of in sequence slots.
+    """
     try:
         require_images(model)
     except UnsupportedModelError as error:
@@ -170,11 +173,12 @@ def why_no_slot_images(model: PreTrainedModel) -> str | None:
 def _changed(
     features: Sequence[ImageFeatures], change: Callable[[list[Tensor]], Tensor]
 ) -> ImageFeatures:
-    """Apply `change` to each kind of features that merging reads; return the results as features.
+    """Apply `change` to each field of the features; return the results as one `ImageFeatures`.
 
-    The kinds are the tower's output and, in some models, the output of several of its depths. Each
-    is one tensor (image tokens, hidden size) or one tensor per image, depending on the model and
-    the version of Transformers.
+    The fields are the vision tower's output and, in some models, the outputs of several of the
+    tower's layers. `change` gets one tensor (image tokens, hidden size) for each of `features`.
+    Depending on the model and the version of Transformers, a field is one such tensor or one per
+    image.
     """
 
     def changed(parts: Sequence[Tensor | Sequence[Tensor]]) -> Tensor | tuple[Tensor]:

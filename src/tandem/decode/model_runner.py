@@ -43,7 +43,8 @@ class ModelRunner:
         """Take a model and its KV cache.
 
         With `threads`, prompts run Tandem's native operations. With `notes_hidden`, forwards set
-        `hidden`. Raises `NotInSlotsError` for a model that keeps what the KV cache cannot hold.
+        `hidden`. Raises `NotInSlotsError` if the model's layers keep data of tokens that the KV
+        cache cannot hold.
         """
         self.hidden: Tensor | None = None
         """The output head's input in the latest forward, (b, n_tokens, width).
@@ -73,7 +74,8 @@ class ModelRunner:
     ) -> str | None:
         """Return why decode steps must run the model's own code; None: they can be replayed.
 
-        `tolerances` has the permitted deviation for each dtype that can be replayed.
+        `has_replay` tells whether replay is enabled. `tolerances` has the permitted deviation of
+        replayed logits for each dtype of a model whose steps can be replayed.
         """
         if not has_replay:
             return "replay is disabled (has_replay=False)"
@@ -92,9 +94,10 @@ class ModelRunner:
         """Return the logits (b, n_tokens, vocabulary) of ids (b, n_tokens) at their positions.
 
         Positions are (b, n_tokens), or (kinds, b, n_tokens) for images with several kinds of
-        positions. `keep` selects the tokens whose logits are returned, if `keeps_logits`.
-        `features` belong to the image tokens among the ids, as in `SlotImages`. Without
-        `is_prompt`, the model's own code runs, so that it can be recorded.
+        positions. `keep` selects the tokens whose logits are returned; it is ignored unless
+        `keeps_logits`. `features` are those of the image tokens among the ids
+        (`SlotImages.place`). Native operations take the place of torch's only with `is_prompt`:
+        other forwards may be recorded.
         """
         is_kept = keep is not None and self.keeps_logits
         native = self._operations if is_prompt else None
@@ -124,7 +127,7 @@ class ModelRunner:
         return logits
 
     def room_for_hidden(self, num_tokens: int) -> Tensor | None:
-        """Return memory for `hidden` of `num_tokens` tokens, (n_tokens, width).
+        """Return zeros (n_tokens, width), a tensor to which decode steps can copy `hidden`.
 
         None without `notes_hidden`.
         """
@@ -136,7 +139,7 @@ class ModelRunner:
             return torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
 
     def _note_hidden(self, decoder: nn.Module) -> None:
-        """Hook `decoder`, the module before a copy's output head, so that forwards set `hidden`."""
+        """Hook `decoder`, the module before the output head, so that forwards set `hidden`."""
         if decoder is self._noted:
             return
 
@@ -154,9 +157,10 @@ class ModelRunner:
 
 
 def _before_head(model: PreTrainedModel) -> nn.Module:
-    """Return the module that computes the last hidden state.
+    """Return the module whose output is the last hidden state.
 
-    Llama 4's `get_decoder` returns a module with an output head; the result is the module inside.
+    For Llama 4, `get_decoder` returns a module with an output head; the result is then the decoder
+    inside that module.
     """
     decoder: ModelPart = model.get_decoder()
     return decoder.model if hasattr(decoder, "lm_head") else decoder

@@ -1,4 +1,4 @@
-"""Copies the tokens of a slot in the CPU's KV cache out as plain bytes, and back in."""
+"""Copies keys and values of a slot's tokens out of the CPU's KV cache as bytes, and back in."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ class MovingSlots:
     """Moves keys and values out of slots and into slots; `states` must be moved separately."""
 
     def __init__(self, cache: KvCache, held: list[list[int]]) -> None:
-        """Take a KV cache and `held`, the list of each slot's tokens, which moves update."""
+        """Take a KV cache and `held`, each slot's tokens; `cut` and `put_in` will update both."""
         self._cache, self._held = cache, held
         self.states = cache.states
 
@@ -32,9 +32,10 @@ class MovingSlots:
         return copied.numpy().data
 
     def cut(self, slot: int, length: int) -> bool:
-        """Make a slot forget all tokens after its first `length`, so that `put_in` can add others.
+        """Make a slot forget all tokens after its first `length`, and return True.
 
-        False, and nothing is forgotten, if a window has dropped tokens that the next token sees.
+        `put_in` can then add other tokens. Returns False, and forgets nothing, if a layer's window
+        has dropped tokens that the next token would see. States of the slot must be put in again.
         """
         is_cut = self._cache.cut(slot, length)
         if is_cut:

@@ -103,7 +103,10 @@ class PaddedSlotPool(SlotPool):
         self._tokens: dict[int, int] = {}  # slot -> last token, in the order of the batch
 
     def show(self, slot: int, images: ImagePrompt | None) -> None:
-        """Set the images of a slot's next prompt."""
+        """Set the images of the slot's next prompt; None: it has no images.
+
+        Raises `ConfigError` for images if the pool has several slots.
+        """
         if images is not None and self.num_slots > 1:
             raise ConfigError(
                 f"{self.num_slots} prompts are padded together, of which one has images; "
@@ -112,7 +115,10 @@ class PaddedSlotPool(SlotPool):
         self._images = {} if images is None else {slot: images}
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Run whole prompts, which replace all earlier ones; return logits (slots, vocabulary)."""
+        """Empty all slots and run whole prompts; return the logits after each prompt.
+
+        The logits are (slots, vocabulary), in the order of `prompts`.
+        """
         inputs: dict[str, Tensor] = {}
         for images in self._images.values():
             prompts, inputs = dict.fromkeys(prompts, images.ids), images.tensors()
@@ -125,7 +131,8 @@ class PaddedSlotPool(SlotPool):
     def prefill_with_logits(self, slot: int, tokens: Sequence[int]) -> Tensor:
         """Run a whole prompt twice and return the logits after each token: (n_tokens, vocabulary).
 
-        The forward that later steps continue keeps only the last token's logits.
+        The first run computes all logits and keeps no KV cache. The second one computes only the
+        last token's logits, and later steps continue from its KV cache.
         """
         ids = torch.tensor([list(tokens)], device=self._model.device)
         logits = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[0]

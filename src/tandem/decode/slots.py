@@ -57,7 +57,7 @@ class SlotPool(ABC):
 
     @property
     def moving(self) -> MovingSlots | None:
-        """The object that moves contents of slots out and in.
+        """The object that copies contents of slots out as bytes, and back into slots.
 
         None before the first prompt, and if the contents cannot be moved.
         """
@@ -76,21 +76,27 @@ class SlotPool(ABC):
         return ()
 
     def usable(self, slot: int, length: int) -> int:
-        """Return how many of the slot's first `length` tokens a request can continue from."""
+        """Return how many of the slot's first `length` tokens a request can reuse."""
         return 0
 
     def keep(self, slot: int, length: int) -> None:  # noqa: B027 - nothing is held
-        """Discard a slot's contents after its first `length` tokens, which must be usable."""
+        """Discard a slot's contents after its first `length` tokens.
+
+        `length` must be a result of `usable`, unless only the last `verify`'s tokens are discarded.
+        """
 
     def copy(self, source: int, target: int, length: int) -> None:  # noqa: B027 - nothing is held
-        """Copy the first `length` tokens of `source`, which must be usable, to `target`."""
+        """Replace the contents of slot `target` by the first `length` tokens of slot `source`.
+
+        `length` must be a result of `usable` for `source`.
+        """
 
     @abstractmethod
     def show(self, slot: int, images: ImagePrompt | None) -> None:
-        """Set the images of the slot's next prompt, before its first token is appended.
+        """Set the images of the slot's next prompt; None: it has no images.
 
-        The prompt's tokens must then be `images.keys`. Raises `UnsupportedModelError` if the slots
-        cannot hold images.
+        Must be called before the first token of that prompt is appended. The prompt's tokens must
+        then be `images.keys`. Raises `UnsupportedModelError` if the slots cannot hold images.
         """
 
     @abstractmethod
@@ -112,10 +118,10 @@ class SlotPool(ABC):
         """
 
     def may_join_prefill(self) -> bool:
-        """Tell whether `prefill` gives a decoded token exactly the logits of a decode step.
+        """Tell whether `prefill` computes the same logits for a decoded token as a decode step.
 
-        False until a trial has shown it. The first call requests the trial, in which the next
-        decode step is computed in both ways.
+        False until a trial has shown that they are exactly equal. The first call requests the
+        trial, in which the next decode step is computed in both ways.
         """
         return False
 
@@ -125,12 +131,12 @@ class SlotPool(ABC):
 
 
 class CachedSlotPool(SlotPool, Generic[_Cache]):
-    """Does the bookkeeping of slots on one of Tandem's KV caches. Not thread-safe."""
+    """Base class of pools on Tandem's KV caches: notes the tokens in each slot. Not thread-safe."""
 
     can_prefill_in_chunks = True
 
     def __init__(self, runner: ModelRunner, cache: _Cache) -> None:
-        """Take a model's runner and its empty KV cache."""
+        """Take a model's runner and the empty KV cache on which it runs."""
         self.cache = cache
         self.num_slots = len(cache.lengths)
         self._model = runner
@@ -139,7 +145,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
         self.hidden: Tensor | None = None
         """The output head's input for the latest forward's tokens, (n_tokens, width).
 
-        None if it is not recorded.
+        None before the first forward, and always if `runner` was made without `notes_hidden`.
         """
         self.on_hidden: OnHidden | None = None
 
@@ -161,21 +167,27 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
         return self._held[slot]
 
     def usable(self, slot: int, length: int) -> int:
-        """Return how many of the slot's first `length` tokens a request can continue from."""
+        """Return how many of the slot's first `length` tokens a request can reuse."""
         return self.cache.usable(slot, length)
 
     def keep(self, slot: int, length: int) -> None:
-        """Discard a slot's contents after its first `length` tokens, which must be usable."""
+        """Discard a slot's contents after its first `length` tokens.
+
+        `length` must be `reachable` in the KV cache.
+        """
         self.cache.truncate(slot, length)
         del self._held[slot][length:]
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Replace the contents of `target` by the first `length` tokens of `source`."""
+        """Replace the contents of slot `target` by the first `length` tokens of slot `source`.
+
+        `length` must be `reachable` in `source`.
+        """
         self.cache.copy_prefix(source, target, length)
         self._held[target] = self._held[source][:length]
 
     def show(self, slot: int, images: ImagePrompt | None) -> None:
-        """Set the images of the slot's next prompt, before its first token is appended."""
+        """Set the images of the slot's next prompt; None: it has no images."""
         if images is not None:
             why = why_no_slot_images(self._model.model)
             if why is not None:
@@ -197,7 +209,7 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
         """Append tokens to a slot; return the logits after each token, not checked for NaN."""
 
     def pretend(self, depth: int, room: int) -> None:
-        """Make every slot claim `depth` made-up tokens, with room for `room` more, to time a step.
+        """Fill every slot with `depth` made-up tokens and make room for `room` more, to time steps.
 
         A prompt must have run before, because it creates the KV cache's layers.
         """
@@ -208,7 +220,10 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
     def _tell_hidden(
         self, hidden: Tensor | None, tokens: Iterable[tuple[int, Sequence[int]]]
     ) -> None:
-        """Set `hidden`, the head's input for new tokens; pass each slot's part to `on_hidden`."""
+        """Set `self.hidden` to the output head's input; pass each slot's rows to `on_hidden`.
+
+        `tokens` has each slot with its new tokens, in the order of the rows of `hidden`.
+        """
         self.hidden = hidden
         if hidden is None or self.on_hidden is None:
             return
@@ -220,7 +235,10 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
 
     @contextmanager
     def _going_back(self, slots: Sequence[int]) -> Iterator[None]:
-        """If the `with` body raises, cut slots with states to their last usable checkpoints."""
+        """If the `with` body raises and the model has states, cut `slots` back to checkpoints.
+
+        A slot keeps the tokens up to its last checkpoint of the states.
+        """
         try:
             yield
         except BaseException:
@@ -230,9 +248,9 @@ class CachedSlotPool(SlotPool, Generic[_Cache]):
             raise
 
     def _require_finite(self, slots: Sequence[int], logits: Tensor) -> None:
-        """Raise `ExecutionError` for NaN or infinity in logits (slots, vocabulary).
+        """Raise `ExecutionError` if `logits` (slots, vocabulary) hold NaN or plus infinity.
 
-        The slots are emptied before the error is raised.
+        Row i belongs to `slots[i]`. All of `slots` are emptied before the error is raised.
         """
         try:
             require_finite_logits(

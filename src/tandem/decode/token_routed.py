@@ -25,15 +25,15 @@ class _Table(NamedTuple):
 
     layer: int
     number: int | None
-    """The layer's number among those on the disk; None if its experts are in memory."""
+    """The layer's number among layers with experts on the disk; None if its own are in memory."""
     experts: Tensor  # (vocabulary, experts of a token)
 
 
 class TokenRouted:
-    """The tables of a model's layers that are routed by token id."""
+    """Looks up, before a forward, the experts that layers routed by token id will use."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the tables; those on a GPU are copied to the host."""
+        """Find the layers' tables, and copy them to host memory."""
         runtime = runtime_of(model)
         self._native = None if runtime is None else runtime.store.slots
         self._tables: list[_Table] = []
@@ -45,7 +45,10 @@ class TokenRouted:
 
     @torch.inference_mode()
     def expect(self, token_ids: Sequence[int], executor: Executor | None) -> None:
-        """Announce which experts of these layers the next forward needs, and start reading them."""
+        """Announce to `executor` the experts that these layers will use in the next forward.
+
+        Reading experts that are on the disk begins at once.
+        """
         copies = executor is not None and executor.cache is not None
         if not self._tables or (self._native is None and not copies):
             return

@@ -1,4 +1,4 @@
-"""Tests sequence slots: runs a few tokens in them and on Transformers' caches, and compares."""
+"""Tests sequence slots: compares logits of a few tokens with those on Transformers' own caches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,10 +63,10 @@ def _why_other_logits(model: PreTrainedModel, new_pool: NewPool, tolerance: floa
 
 
 def _errors_of(trial: list[int], model: PreTrainedModel, new_pool: NewPool) -> Tensor | str:
-    """Run a long and a short prompt in slots, then a step after each; return the logits' errors.
+    """Run two prompts and a decode step after each in slots; return the errors of the four logits.
 
-    Each of the four has one error, relative to the logits of Transformers' own caches. If the slots
-    cannot run the tokens, return the exception's message.
+    An error is relative to the logits with Transformers' own caches. One prompt is `trial`, the
+    other its first two tokens. If the slots cannot run them, return the exception's message.
     """
     prompts = [trial, trial[:2]]
     try:

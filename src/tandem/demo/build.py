@@ -1,4 +1,4 @@
-"""Up-cycles a dense Llama model into a Mixtral checkpoint: the recipe, from model to files."""
+"""Up-cycles a dense Llama model into a Mixtral checkpoint by a recipe, and writes the files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,9 +36,10 @@ def build_checkpoint(
     progress: Progress,
     routers: list[torch.Tensor] | None = None,
 ) -> None:
-    """Write the checkpoint of one kind into an empty directory.
+    """Write the checkpoint of one of `DEMO_KINDS` into an empty directory.
 
-    Both kinds have the same routers: pass the other kind's routers to avoid making them twice.
+    Both demo models have the same routers: pass the other model's `routers`, if it is built, to
+    avoid computing them again.
     """
     if routers is None:
         routers = _make_routers(dense, recipe, progress)
@@ -80,7 +81,7 @@ def _make_routers(dense: Dense, recipe: Recipe, progress: Progress) -> list[torc
 def _layer_tensors(
     layer: ModelPart, router: torch.Tensor, kind: str, recipe: Recipe, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield one layer under the names that published Mixtral checkpoints use."""
+    """Yield (name, tensor) of one up-cycled layer, with the names of published Mixtral models."""
     for name, tensor in layer.named_parameters():
         if not name.startswith("mlp."):
             yield name, tensor

@@ -1,4 +1,4 @@
-"""Writes a Mixtral checkpoint shard by shard, never holding more than one shard of it."""
+"""Writes a Mixtral checkpoint shard by shard, with at most one shard's tensors in memory."""
 
 import json
 from pathlib import Path

@@ -51,7 +51,7 @@ def load_dense(gguf: Path, progress: Progress = ignore_progress) -> Dense:
 
 
 def _load_model(gguf: Path) -> PreTrainedModel:
-    """Return the model with the file's weights; Transformers would read the file three times."""
+    """Return the model with the GGUF's weights; Transformers' loader reads the file three times."""
     from transformers import LlamaForCausalLM
 
     def build(config: PreTrainedConfig) -> PreTrainedModel:

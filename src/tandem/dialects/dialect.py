@@ -52,13 +52,14 @@ class Dialect:
     """The response template's field for calls."""
     values: Values = "json"
     tag: str = ""
-    """A pattern of one argument with groups `key` and `value`, and `type` if the tag has one."""
+    """A pattern of one argument, with groups `key` and `value`, and `type` if tags state a type."""
     opening: str = ""
-    """The beginning of a call, which becomes text of the answer again if no call follows."""
+    """The mark that begins a call; it is returned as text if what follows is not a call."""
     think: str = THINK
     end_think: str = END_THINK
     after_thought: str = ""
-    """The text after the end-of-reasoning mark, if it is not an empty line."""
+    """The text after the end-of-reasoning mark; empty: an empty line after `</think>`, nothing
+    after other marks."""
     thinks_by: str = ""
     """A text by which a chat template shows that the model reasons, if it does not contain the
     mark."""
@@ -102,7 +103,7 @@ class Dialect:
 
 
 def marked_calls(open_pattern: str, close: str) -> Fields:
-    """Return a response-template field for calls between two marks, whose text stays unparsed."""
+    """Return a response-template field for calls between two marks; their text stays unparsed."""
     return {"open_pattern": open_pattern, "close": close, "repeats": True, "content": "text"}
 
 

@@ -58,14 +58,14 @@ class ChatPrompt:
     is_thinking: bool
     """Whether the template has already opened the reasoning."""
     images: "ImagePrompt | None" = None
-    """The images, once the model's processor has prepared them; `ids` then come from it too."""
+    """The images, once the model's processor has prepared them; it then provides `ids` too."""
 
 
 class ChatFormat:
     """Writes one model's conversations as prompts, and makes readers for its answers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Find out from the tokenizer's chat template what it supports, and the dialect."""
+        """Derive the dialect, and whether tools and reasoning are supported, from the template."""
         self._tokenizer = tokenizer
         template = tokenizer.chat_template
         self._text = template if isinstance(template, str) else json.dumps(template or "")
@@ -87,7 +87,7 @@ class ChatFormat:
         must_not_think: bool = False,
         most_tokens: int | None = None,
     ) -> ChatPrompt:
-        """Write a conversation; `options` are the chat template's own.
+        """Write a conversation as a prompt; `options` are passed to the chat template.
 
         `must_not_think` closes the reasoning, for an answer whose first token is constrained.
         Raises `TemplateError` for a conversation that the template cannot write, and
@@ -158,10 +158,10 @@ class ChatFormat:
         *,
         is_ruled: bool = False,
     ) -> AnswerReader | None:
-        """Return a reader that splits an answer into parts; None if all of it is text.
+        """Return a reader that splits an answer into parts; None if the whole answer is text.
 
-        With `is_ruled` the answer follows a grammar with Hermes' marks, whatever dialect the
-        tokenizer describes.
+        `is_ruled` says that the answer follows a grammar with Hermes' marks, whatever the model's
+        own dialect is.
         """
         if self._own_template is not None and not is_ruled:
             return AnswerReader(self._own_template, prompt.text, "", _OWN, _schemas(tools))

@@ -132,7 +132,7 @@ def call_object(name: str, schema: Mapping[str, object]) -> str:
 
 
 def ruled(schema: Mapping[str, object]) -> str:
-    """Return a schema as JSON text for a grammar, which then allows little white space."""
+    """Return a schema as JSON text for a grammar, which allows at most one space between tokens."""
     return json.dumps({**schema, "x-guidance": _COMPACT})
 
 

@@ -29,7 +29,7 @@ _ANY = r"(.|\n)*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeForm:
-    """How one model writes calls; `ids` has, by mark, the ids of marks that are single tokens."""
+    """How one model writes calls; `ids` maps the marks that are single tokens to their ids."""
 
     written: WrittenCall
     think: str
@@ -74,11 +74,11 @@ class NativeForm:
 def native_grammar(
     tools: Tools, form: NativeForm, *, is_thinking: bool, can_think: bool, has_one_call: bool
 ) -> str:
-    """Return the grammar of free text in which any opening mark becomes a call of these tools.
+    """Return the grammar of free text in which any opening mark must begin a call of these tools.
 
     `is_thinking` says that the prompt has opened the reasoning, `can_think` that the answer may
-    begin with it. With `has_one_call` nothing may follow a call. Raises `ConfigError` if no such
-    grammar can be written.
+    begin with reasoning. With `has_one_call` no text or call may follow a call. Raises
+    `ConfigError` if no such grammar can be written.
     """
     written = form.written
     marks = [written.opening, *([form.end_think] if is_thinking or can_think else [])]
@@ -112,7 +112,10 @@ def native_grammar(
 
 
 def _thought(form: NativeForm, *, is_thinking: bool, can_think: bool) -> str:
-    """Return the grammar item of the reasoning, in which marks of calls are ordinary text."""
+    """Return the grammar item of the reasoning, in which marks of calls are ordinary text.
+
+    The item is empty if the answer has no reasoning.
+    """
     marks = form.own_ids
     thought = f"(ANY? <[{','.join(map(str, marks))}]>)* " if marks else ""
     thought += form.up_to(form.end_think)

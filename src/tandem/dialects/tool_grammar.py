@@ -16,13 +16,13 @@ class DescribedTool(NamedTuple):
     name: str
     schema: Mapping[str, object]
     is_strict: bool
-    """Whether a schema that no grammar supports is an error; if not, it then allows any object."""
+    """Whether a schema that no grammar supports is an error; otherwise any object is allowed."""
 
 
 def calls_or_json(
     tools: Sequence[DescribedTool], form: CallForm, schema: Mapping[str, object]
 ) -> str:
-    """Return the grammar of one call, or of a document that follows `schema`."""
+    """Return the grammar of answers that are one call, or a JSON document that follows `schema`."""
     return call_grammar(_followed(tools), form, or_json=schema)
 
 
@@ -50,7 +50,7 @@ def free_calls(
 
 
 def _followed(tools: Sequence[DescribedTool]) -> list[tuple[str, Mapping[str, object]]]:
-    """Return (name, schema) of tools, as grammars use them.
+    """Return the (name, schema) pairs from which the tools' grammars are made.
 
     A schema without a grammar becomes one that allows any object; raises `ConfigError` if the tool
     is strict.

@@ -18,7 +18,7 @@ _KIMI_EFFORTS = {"minimal": "low", "low": "low", "medium": "high", "high": "high
 
 
 def as_template_reads(turns: Sequence[Turn], template: str) -> list[Turn]:
-    """Return turns with the names and ids that a chat template expects."""
+    """Return turns with the field names and call ids that a chat template expects."""
     found = [dict(turn) for turn in turns]
     if "length 9" in template:  # Mistral's
         found = [_with_ids(turn, {}) for turn in found]
@@ -96,7 +96,7 @@ def _plain_turn(turn: Turn) -> Turn:
 
 
 def _around(before: str, content: Any, after: str) -> Any:
-    """Put texts before and after a turn's content, which is text or a list of parts."""
+    """Return a turn's content, which is text or a list of parts, with texts added around it."""
     if isinstance(content, str):
         return f"{before}{content}{after}"
     parts = ({"type": "text", "text": text} for text in (before, after) if text)
@@ -104,7 +104,7 @@ def _around(before: str, content: Any, after: str) -> Any:
 
 
 def _with_ids(turn: Turn, names: Mapping[str, str]) -> Turn:
-    """Return a turn with new call ids: from `names`, or for other calls nine characters each."""
+    """Return a turn with its call ids replaced: by `names`, or else by nine hexadecimal digits."""
 
     def renamed(call_id: object) -> str:
         digest = hashlib.sha256(str(call_id).encode()).hexdigest()
@@ -119,7 +119,7 @@ def _with_ids(turn: Turn, names: Mapping[str, str]) -> Turn:
 
 
 def _kimi_ids(turns: Sequence[Turn]) -> dict[str, str]:
-    """Return Kimi's ids of calls: the tool's name and the call's number in the conversation."""
+    """Return Kimi's id for each call id: the tool's name and the call's number in the turns."""
     calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
     return {
         str(call["id"]): f"functions.{call['function']['name']}:{number}"
@@ -128,15 +128,16 @@ def _kimi_ids(turns: Sequence[Turn]) -> dict[str, str]:
 
 
 def _with_thinking(turn: Turn) -> Turn:
-    """Return a turn that has its reasoning also in the field `thinking`."""
+    """Return a turn whose reasoning is also in the field `thinking`."""
     thoughts = turn.get("reasoning_content")
     return {**turn, "thinking": thoughts} if thoughts else turn
 
 
 def _one_call_each(turns: Sequence[Turn]) -> list[Turn]:
-    """Split a turn with several calls, so that each call is followed by its result.
+    """Return turns with at most one call each; a call's result follows the call directly.
 
-    A turn with calls and reasoning loses its text, because the template accepts only one of these.
+    A turn with calls, reasoning and text loses its text, because the template accepts either
+    reasoning or text beside calls.
     """
     found: list[Turn] = []
     results = {turn.get("tool_call_id"): turn for turn in turns if turn["role"] == "tool"}

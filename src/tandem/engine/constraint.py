@@ -19,17 +19,20 @@ SLOW_MASK_SECONDS, MOST_SLOW_SECONDS = 0.05, 0.2
 
 
 class Grammars:
-    """Makes constraints for one tokenizer, whose tables are built in the background."""
+    """Makes grammar constraints for one tokenizer, and builds their tables in the background."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_ids: Sequence[int]) -> None:
-        """Start building the tables; `vocabulary` is the number of scores per token."""
+        """Start building the tables for `vocabulary` logits; tokens `end_ids` end an answer."""
         self._vocabulary = vocabulary
         builder = ThreadPoolExecutor(1)
         self._tables = builder.submit(lambda: Tables.of(tokenizer, vocabulary, end_ids).build())
         builder.shutdown(wait=False)
 
     def constraint(self, grammar: str) -> "GrammarConstraint":
-        """Return a new constraint once the tables are built; `ConfigError` if there can be none."""
+        """Wait for the tables, and return a constraint that makes one answer follow `grammar`.
+
+        Raises `ConfigError` if the tokenizer is unsupported.
+        """
         return GrammarConstraint(self._tables.result(), grammar, self._vocabulary)
 
 
@@ -44,7 +47,10 @@ class GrammarConstraint:
         *,
         slow_mask_seconds: float = SLOW_MASK_SECONDS,
     ) -> None:
-        """Begin at the grammar's start; masks that take over `slow_mask_seconds` are slow."""
+        """Begin at the grammar's start; a mask may take `slow_mask_seconds` of CPU time.
+
+        All masks of the answer together may exceed this by at most `MOST_SLOW_SECONDS`.
+        """
         self._slow_mask_seconds, self._seconds_left = slow_mask_seconds, MOST_SLOW_SECONDS
         self._matcher = new_matcher(tokenizer, grammar)
         self._end_id = tokenizer.eos_token
@@ -55,7 +61,7 @@ class GrammarConstraint:
     def restrict(self, scores: Tensor) -> Tensor:
         """Return scores (1, vocabulary) with -inf for tokens that the grammar forbids.
 
-        Raises `ConfigError` if the grammar becomes too complex to follow.
+        Raises `ConfigError` if the grammar becomes too complex or too slow to follow.
         """
         bits = self._bits
         if not self._matcher.is_error():

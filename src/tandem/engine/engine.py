@@ -86,7 +86,7 @@ class Engine:
     """Holds the model and its batch, and answers requests from the pipe to the HTTP side."""
 
     def __init__(self, load: ModelLoader, settings: EngineSettings, connection: Connection) -> None:
-        """Load the model and report that it is ready."""
+        """Load the model, answer a short prompt to warm up, and send `Ready`."""
         model, tokenizer = load()
         runtime = require_runtime(model)
         if runtime.options.dense_dtype == "auto":
@@ -125,7 +125,7 @@ class Engine:
         connection.send(Ready(self._info(generator, vocabulary)))
 
     def _warm_up(self) -> None:
-        """Answer a short prompt now, to create early what the first request would wait for."""
+        """Answer a short prompt, so that the first request need not wait for step recording."""
         options = SamplingOptions(max_new_tokens=_WARM_UP_TOKENS, temperature=0.0)
         self._scheduler.add(Request(prompt=(0,), options=options))
         while self._scheduler.has_work:
@@ -148,7 +148,7 @@ class Engine:
         )
 
     def run(self) -> None:
-        """Step while there is work, else wait for messages; returns after `Stop`."""
+        """Run steps while there are requests, else wait for messages; return after `Stop`."""
         prefixes = self._scheduler.prefixes
         while not self._is_stopped:
             if not self._scheduler.has_work:
@@ -169,7 +169,7 @@ class Engine:
         return bool(select.select([self._connection], [], [], 0)[0])
 
     def _wait(self) -> None:
-        """Wait for a message; only briefly while a page is open or prefixes are unwritten."""
+        """Wait for a message, with a timeout while a page is open or prefixes await writing."""
         seconds = _REPORT_SECONDS if self._live.is_watched else None
         is_writing = self._scheduler.prefixes.has_unwritten
         self._connection.poll(_WRITER_SECONDS if is_writing else seconds)
@@ -195,7 +195,7 @@ class Engine:
             self._tell_failed((request.request_id,), error)
 
     def _tell_failed(self, numbers: Sequence[int], error: Exception) -> None:
-        """Send `Failed` with a sentence for clients; an unexpected error's text is only logged."""
+        """Send `Failed` for the requests `numbers`; an unexpected error's text is only logged."""
         message = str(error)
         if not isinstance(error, TandemError):
             _log.error("a request failed inside the engine process", exc_info=error)
@@ -203,9 +203,10 @@ class Engine:
         self._connection.send(Failed(list(numbers), message, isinstance(error, ConfigError)))
 
     def _resolved(self, options: SamplingOptions) -> SamplingOptions:
-        """Return the options, with the model's temperature if they have a seed but no temperature.
+        """Return the options; a seed without a temperature gets the model's temperature.
 
-        A seed alone thus implies sampling, as in OpenAI's API, if the model samples by default.
+        A seed alone thus implies sampling, as in OpenAI's API. If the model does not sample by
+        default, the options are returned unchanged.
         """
         config = self._model.generation_config
         if options.temperature is not None or options.seed is None or not config.do_sample:
@@ -234,7 +235,7 @@ class Engine:
             self._send_report()
 
     def _layer_done(self, event: LayerExecuted) -> None:
-        """Send `Alive` if the last one is a second old.
+        """Send `Alive`, at most once a second.
 
         With experts on disk, a step with a prefill chunk may take minutes.
         """

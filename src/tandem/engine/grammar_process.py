@@ -24,13 +24,13 @@ from tandem.engine.helper import Limits, answer_in_fork, jobs, read
 from tandem.foreign_types import Tokenizer
 
 GrammarJob = Callable[[], str | None]
-"""A function that returns a grammar, None if it cannot be written; pickled by name."""
+"""A function that returns a grammar, or None if none can be written; pickled by name."""
 # The model's threads have priority.
 _NICENESS = 10
 
 
 class Tables(NamedTuple):
-    """The inputs from which a tokenizer's tables are built."""
+    """The inputs from which llguidance's tables for a tokenizer are built."""
 
     tokenizer: str | None
     """The tokenizer in the tokenizers library's format; None if it is of another kind."""
@@ -48,7 +48,7 @@ class Tables(NamedTuple):
         return cls(backend.to_str(), vocabulary, tuple(end_ids))
 
     def build(self) -> llguidance.LLTokenizer:
-        """Return the tables; building them may take a second.
+        """Build and return the tables, which may take a second.
 
         Raises `ConfigError` for an unsupported tokenizer.
         """
@@ -102,7 +102,7 @@ def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.L
 
 
 def _built_tables(tables: Tables) -> llguidance.LLTokenizer | ConfigError:
-    """Build and return the tables; return the `ConfigError` if that is impossible."""
+    """Return the built tables, or the `ConfigError` if the tokenizer is unsupported."""
     try:
         tokenizer = tables.build()
     except ConfigError as error:

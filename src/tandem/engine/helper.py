@@ -40,19 +40,19 @@ class Job(Protocol):
 
 
 def framed(message: object) -> bytes:
-    """Return a message framed for a socket."""
+    """Return a message as bytes for a socket: pickled, after its length."""
     data = pickle.dumps(message)
     return _LENGTH.pack(len(data)) + data
 
 
 def is_whole(data: bytes | bytearray) -> bool:
-    """Tell whether the bytes are a complete message."""
+    """Tell whether `data` is a complete framed message."""
     size = _LENGTH.size
     return len(data) >= size and len(data) >= size + _LENGTH.unpack_from(data)[0]
 
 
 def unframed(data: bytes | bytearray) -> Any:
-    """Return the message in these bytes."""
+    """Return the message that `framed` made into `data`."""
     return pickle.loads(memoryview(data)[_LENGTH.size :])
 
 
@@ -74,7 +74,7 @@ def jobs(control: socket.socket) -> Iterator[tuple[bytes, socket.socket]]:
 
 
 def answer(connection: socket.socket, work: Callable[[Any], object]) -> None:
-    """Do a job in this process and send its answer."""
+    """Read a job from `connection`, do it with `work` in this process, and send the answer."""
     with contextlib.suppress(OSError, EOFError):  # the client has closed the connection
         job = read(connection)
         connection.sendall(STARTED)
@@ -84,8 +84,9 @@ def answer(connection: socket.socket, work: Callable[[Any], object]) -> None:
 def answer_in_fork(
     control: socket.socket, connection: socket.socket, work: Callable[[Any], object]
 ) -> None:
-    """Do a job in a fork, which ends at the job's limits; return without waiting for it.
+    """Fork a process that reads a job, does it with `work` and sends the answer.
 
+    The kernel ends the fork at the job's limits. This call returns without waiting for the fork.
     The calling process must have only one thread, because forking is unsafe otherwise.
     """
     if os.fork():

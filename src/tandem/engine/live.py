@@ -1,7 +1,7 @@
-"""Live snapshots for the page: where experts are, which are used, how busy CPU, GPU and link are.
+"""Snapshots for the server's page: where experts are, their uses, how busy CPU, GPU and link are.
 
-Snapshots sum up the executor's events and the batch's steps, which are observed only while a page
-is open.
+Snapshots sum up the executor's events and the batch's steps. Both are observed only while a page is
+open.
 """
 
 import base64
@@ -57,7 +57,7 @@ class LiveSnapshots:
             self._count_watchers(-1)
 
     def __call__(self, event: LayerExecuted) -> None:
-        """Count the uses of one layer's experts."""
+        """Count a layer's routed tokens by expert and by the processor that computed them."""
         self._cache(event)
         first = event.layer * self._num_experts
         if event.load is not None and event.plan is not None:
@@ -71,7 +71,7 @@ class LiveSnapshots:
                     _count(self._by_host, first + expert, 1)
 
     def step_done(self, seconds: float, num_tokens: int) -> None:
-        """Record one step of the batch: its duration and the number of tokens that it gave."""
+        """Record one step of the batch: its duration and the number of tokens that it produced."""
         if not self._is_watched:
             return
         self._tokens += num_tokens
@@ -108,7 +108,7 @@ class LiveSnapshots:
             self._executor.cache.clock.watchers += change
 
     def _busy(self) -> tuple[float, float, float, float]:
-        """Return the busy seconds of CPU, device and link, and the planner's clock."""
+        """Return busy seconds of CPU, device and link, and the planner's clock; 0 without cache."""
         if self._executor.cache is None:
             return (0.0, 0.0, 0.0, 0.0)
         clock = self._executor.cache.clock

@@ -2,8 +2,8 @@
 
 The engine process sends `Ready` first. It answers a `Submit` with any number of `Progressed` that
 name the request, and with one `Failed` if the request fails. After a request's finish reason,
-failure or `Cancel` it sends nothing more for that request; the HTTP process must drop messages that
-were sent before.
+failure or `Cancel` it sends nothing more for that request; the HTTP process must drop messages for
+a cancelled request that are already in the pipe.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class DraftSources(TypedDict, total=False):
 
 
 def no_drafting(tokenizer: Tokenizer) -> DraftSources:
-    """Return no sources: drafts come from prompt look-up and the model's own MTP layer, if any."""
+    """Return no draft sources: the model drafts by prompt look-up or its own MTP layer, if any."""
     return {}
 
 
@@ -53,7 +53,7 @@ class EngineSettings:
     is_isolated: bool = False
     """Whether requests have owners, so that drafts must not use answers to other requests."""
     kept_prefixes: KeptPrefixes | None = None
-    """Where prompt prefixes are kept on disk; None: nowhere."""
+    """The directory for prompt prefixes, and its limit; None: prefixes are not kept on disk."""
 
 
 class Submit(NamedTuple):

@@ -71,11 +71,14 @@ class EngineProcess:
         self._outbox.put(message)
 
     def kill(self) -> None:
-        """Kill the process; `on_end` follows."""
+        """Kill the process; `on_end` is called once it has ended."""
         self._process.kill()
 
     async def stop(self, *, is_patient: bool) -> None:
-        """Ask the process to end; kill it after some seconds, or at once unless `is_patient`."""
+        """Ask the process to end; if `is_patient`, kill it only after 10 seconds, else at once.
+
+        Returns once the process has ended, or 10 seconds after the kill.
+        """
         self.send(Stop())
         if is_patient:
             with contextlib.suppress(TimeoutError):
@@ -105,7 +108,7 @@ class EngineProcess:
                 connection.send(message)
 
     def _join(self) -> None:
-        """Wait for a process that has closed its pipe; kill it if it takes too long."""
+        """Wait until the process, which has closed its pipe, ends; kill it after 10 seconds."""
         self._process.join(_KILL_AFTER_SECONDS)
         if self._process.is_alive():
             self._process.kill()
@@ -120,7 +123,7 @@ class EngineProcess:
 
 
 def came(connection: Connection) -> Iterator[object]:
-    """Yield the messages that have arrived, without waiting for more.
+    """Yield the messages that have arrived, up to `_MOST_MESSAGES`; waits only for the first.
 
     A busy event loop rarely calls this: with one message per call, clients would lag behind the
     engine.
@@ -135,7 +138,7 @@ def came(connection: Connection) -> Iterator[object]:
 
 @contextlib.contextmanager
 def _held_signals() -> Iterator[None]:
-    """Block `_SIGNALS` in the body, which starts a process; `_run` unblocks them there."""
+    """Block `_SIGNALS` while the body starts a process, in which `_run` unblocks them."""
     resource_tracker.ensure_running()  # starting it unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:

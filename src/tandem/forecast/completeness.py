@@ -44,10 +44,11 @@ def require_all_tensors(path: Path, model: nn.Module, names: Iterable[str]) -> N
 
 
 def _require_parameters(path: Path, model: nn.Module, found: set[str]) -> None:
-    """Raise `ModelError` if a layer lacks a parameter that other layers have.
+    """Raise `ModelError` if a parameter has no tensor although another layer's has one.
 
-    A parameter that no layer has is not required: in a few architectures some names are found only
-    by loading, and then for all layers.
+    `found` are the names of the parameters with tensors. A parameter without a tensor in any layer
+    is not required: in a few architectures some tensors are matched only by loading, and then for
+    all layers.
     """
     by_id: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -15,11 +15,11 @@ class ProfileForecast(Forecast):
 
     profile: str
     costs_of: str
-    """The profile's shape whose times were scaled by bytes."""
+    """The profile's model shape whose times were scaled to this model's bytes."""
 
 
 def forecast_from_profile(sizes: ModelSizes, profile: HardwareProfile) -> ProfileForecast | str:
-    """Return the speed on a profile's CPU, or a sentence that says why there is no forecast."""
+    """Return the speed on the profile's CPU, or a text that says why there is no forecast."""
     if sizes.is_dense:
         return "not forecast: profiles have no times of a dense model"
     if profile.gpu != EMULATED:

@@ -1,6 +1,6 @@
 """Measures the disk that holds packed models, for `tandem doctor`.
 
-The findings are its rates, and whether reads bypass the page cache.
+The findings are the disk's rates, and whether reads bypass the page cache.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def check_disk(checkpoint: Checkpoint) -> Finding | None:
 
 
 def disk_finding(costs: DiskCosts, files: Sequence[Path], reads: Reads) -> Finding:
-    """Return a finding with the measured rates, and a remedy if the disk slows a model down."""
+    """Return a finding with the measured rates; with a remedy if reads are buffered or slow."""
     rates = " / ".join(f"{rate / 1e9:.2f}" for rate in costs.bytes_per_second)
     depths = " / ".join(map(str, costs.depths))
     text = (

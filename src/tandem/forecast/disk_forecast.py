@@ -22,16 +22,16 @@ _SEQUENCES, _PROMPT_TOKENS, _DECODE_STEPS = 3, 256, 64
 
 @dataclass(frozen=True, slots=True)
 class SlotsOverDisk:
-    """The host slots of a model whose other experts are on the disk."""
+    """Host slots for some of a model's experts; all other experts stay on the disk."""
 
     share: float
     """The share of each layer's experts that memory holds."""
     num_slots: int
-    """The number of slots of all layers."""
+    """The number of host slots of all layers together, without transit slots."""
     num_bytes: int
     """Bytes of all slots, transit slots included."""
     is_given: bool = False
-    """Whether options set the memory for experts; otherwise it is the free memory."""
+    """Whether an option set the memory for the slots; if not, they take the free memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,10 @@ class DiskForecast:
 
 
 def slots_over_disk(sizes: ModelSizes, room_bytes: int, *, is_given: bool = False) -> SlotsOverDisk:
-    """Return the slots that fit in `room_bytes`; raises `CapacityError` if hardly any do."""
+    """Return the host slots that fit in `room_bytes`.
+
+    Raises `CapacityError` if not even the transit slots fit.
+    """
     num_layers, num_experts = sizes.num_moe_layers, geometry_of(sizes).num_experts
     slot_bytes, counts = whole_pages(sizes.expert_image_bytes), [num_experts] * num_layers
     share = share_of(room_bytes, [slot_bytes] * num_layers, counts)
@@ -59,7 +62,10 @@ def slots_over_disk(sizes: ModelSizes, room_bytes: int, *, is_given: bool = Fals
 def forecast_from_disk(
     sizes: ModelSizes, in_memory: SpeedForecast, disk: DiskCosts, slots: SlotsOverDisk
 ) -> DiskForecast:
-    """Return the speed with these slots, given the speed with all experts in memory."""
+    """Return the speed on a CPU with the host slots `slots` and the other experts on `disk`.
+
+    `in_memory` is the forecast with all experts in memory.
+    """
     costs, rate = costs_in_memory(sizes, in_memory), disk.most_bytes_per_second
     conditions = DiskConditions(
         costs=costs, bytes_per_second=rate, share=slots.share, prompt=_PROMPT_TOKENS
@@ -84,10 +90,10 @@ def forecast_from_disk(
 def forecast_with_gpu(
     in_memory: GpuForecast, disk: DiskCosts, slots: SlotsOverDisk
 ) -> DiskForecast:
-    """Return the speed with these slots beside a GPU, given the speed with all experts in memory.
+    """Return the speed with a GPU, the host slots `slots` and the other experts on `disk`.
 
-    The simulation of `in_memory` runs again, with the same planner and settings, but experts
-    outside memory are read from the disk.
+    `in_memory` is the forecast with all experts in memory. Its simulation runs again, with the same
+    planner and settings, but experts outside memory are read from the disk.
     """
     machine = dataclasses.replace(in_memory.run.profile, disk=disk)
     memory = HostShare(share=slots.share, make_eviction=host_slot_eviction(_EVICTION))
@@ -102,10 +108,10 @@ def forecast_with_gpu(
 
 
 def costs_in_memory(sizes: ModelSizes, in_memory: SpeedForecast) -> ShapeCosts:
-    """Return the costs of a decode step of one token: of each expert, and of a layer's other parts.
+    """Return the times of an expert and of a layer's dense parts in a decode step of one token.
 
-    They are shares of the forecast time, by bytes: a step is assumed to read all of its weights
-    once, at memory speed.
+    The step's forecast time is divided among them by bytes: a step is assumed to read all of its
+    weights once, at memory speed.
     """
     geometry = geometry_of(sizes)
     num_uses = geometry.top_k * geometry.num_layers

@@ -27,7 +27,7 @@ _SMI_SECONDS = 20
 
 
 class Driver(NamedTuple):
-    """A GPU's values as nvidia-smi reports them; None for unknown values."""
+    """What nvidia-smi reports about one GPU; None for unknown values."""
 
     version: str | None = None
     pcie_generation: int | None = None
@@ -60,7 +60,10 @@ def check_gpu(
 
 
 def parse_smi(line: str) -> Driver:
-    """Parse nvidia-smi's line of `_SMI_FIELDS`; "[N/A]" becomes None."""
+    """Parse the line that nvidia-smi prints for `_SMI_FIELDS`.
+
+    A number given as "[N/A]" becomes None. All values are None if the number of fields is wrong.
+    """
     fields = [field.strip() for field in line.split(",")]
     if len(fields) != len(Driver._fields):
         return Driver()
@@ -69,7 +72,7 @@ def parse_smi(line: str) -> Driver:
 
 
 def _without_gpu(reason: str) -> Finding:
-    """Return the finding for a machine without a usable GPU; without a driver, that is good."""
+    """Return the finding without a usable GPU: "slow" if there is a driver, else "good"."""
     if shutil.which("nvidia-smi") is None:
         return Finding("GPU", "good", "none: every expert runs on the CPU")
     return Finding(
@@ -149,12 +152,12 @@ def _locked_memory() -> Finding:
 
 
 def _ask_about_first_gpu() -> Driver:
-    """Return nvidia-smi's values for torch's first GPU, found by UUID, as numbers may differ."""
+    """Return nvidia-smi's values for torch's first GPU; nvidia-smi may number it differently."""
     return ask_nvidia_smi(str(torch.cuda.get_device_properties(0).uuid))
 
 
 def ask_nvidia_smi(uuid: str) -> Driver:
-    """Return nvidia-smi's values for a GPU; all None if it cannot be run."""
+    """Return nvidia-smi's values for a GPU; all None if nvidia-smi is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Driver()

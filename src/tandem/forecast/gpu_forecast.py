@@ -50,24 +50,25 @@ class GpuForecast(Forecast):
 
     profile: str
     costs_of: str
-    """The profile's shape whose times were scaled by bytes."""
+    """The profile's model shape whose times were scaled to this model's bytes."""
     hit_rate: float
     """The share of active experts that ran from device memory without a copy."""
     host_path: str | None
-    """The path whose host costs the times include; None: the profile has none."""
+    """The decode path whose host costs the times include; None if they include no host costs."""
     assignment: str
-    """The assignment in decode steps of one token."""
+    """The name of the assignment in decode steps of one token."""
     rules: str
-    """The assignment in all decode steps, in words."""
+    """A text on the assignment in decode steps of any number of tokens."""
     read_rate: float
-    """The share of active experts that were read from a disk; 0 if memory has all."""
+    """The share of active experts that were read from a disk; 0 if all are in memory."""
     run: "GpuRun"
 
 
 def machine_for(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
-    """Return the profile that the options name, or this machine's, measured on two layers.
+    """Return the profile that the options name, else this machine's, measured on two layers.
 
-    Raises `CapacityError` for a GPU that is neither here nor in a named profile.
+    A link bandwidth among the options replaces the profile's. Raises `CapacityError` for a GPU that
+    is neither here nor in a named profile.
     """
     if offload.profile is not None:
         profile = load_profile(offload.profile)
@@ -96,9 +97,9 @@ def require_here(device: str) -> None:
 
 
 def host_bytes_elsewhere(offload: OffloadConfig) -> int | None:
-    """Return the free memory of the host that a profile names; None: this machine.
+    """Return the free host memory of the named profile's machine; None to plan for this machine.
 
-    The memory that its operating system and desktop are assumed to take is subtracted.
+    That is the profile's host memory without the 4 GiB that system and desktop are assumed to take.
     """
     is_elsewhere = offload.device == "cpu" or kind_of(offload.device).holds_dense_parts
     if offload.profile is None or not is_elsewhere:
@@ -117,12 +118,12 @@ def device_memory(offload: OffloadConfig) -> DeviceMemory:
 
 
 def measured_shape(sizes: ModelSizes) -> ModelShape:
-    """Return a model's shape cut after its first layer with experts and the layer after that."""
+    """Return a model's shape with its layers up to the first MoE layer, and one layer more."""
     return cut_shape(sizes, min(sizes.moe_layers) + _MEASURED_LAYERS)
 
 
 def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
-    """Return the profile of this CPU and its memory, kept or measured on a few layers."""
+    """Return the profile of this CPU and its memory: a stored one, or measured on a few layers."""
     here = dataclasses.replace(
         offload, device="cpu", expert_dtype=sizes.expert_formats[0], expert_memory="auto"
     )
@@ -134,7 +135,7 @@ def _measured_cpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
 
 
 def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
-    """Return the profile of this machine's GPU, kept or measured on a few layers as in loading."""
+    """Return the profile of this machine's GPU: a stored one, or measured on a few layers."""
     here = dataclasses.replace(offload, expert_dtype=sizes.expert_formats[0], expert_memory="auto")
     shape = measured_shape(sizes)
     # Moving it to the GPU packs it as the options say.
@@ -147,7 +148,7 @@ def _measured_gpu(sizes: ModelSizes, offload: OffloadConfig) -> HardwareProfile:
 
 @dataclass(frozen=True, slots=True)
 class GpuRun:
-    """A model on a machine with a GPU, to be simulated."""
+    """The input of one simulation: a model, a machine with a GPU, and the planner's settings."""
 
     sizes: ModelSizes
     profile: HardwareProfile
@@ -157,10 +158,10 @@ class GpuRun:
     path: StepPath
 
     def forecast(self, memory: HostShare | None = None) -> GpuForecast:
-        """Return the speed of a prompt and of later tokens.
+        """Simulate a prompt and its decode steps, and return their speed.
 
-        With `memory`, host memory has a share of the experts, and the others are on the profile's
-        disk, which must have been measured.
+        With `memory`, only a share of the experts is in host memory; the rest are read from the
+        disk of the profile, which must have one.
         """
         sizes, profile, settings = self.sizes, self.profile, self.settings
         geometry, num_slots, path = geometry_of(sizes), self.num_slots, self.path
@@ -217,7 +218,7 @@ class GpuRun:
 
 
 def geometry_of(sizes: ModelSizes) -> Geometry:
-    """Return the geometry for a planner, with the layers' average number of experts."""
+    """Return the planner's geometry; each layer has the average number of experts, rounded up."""
     num_experts = math.ceil(sizes.num_experts / sizes.num_moe_layers)
     return Geometry(sizes.num_moe_layers, num_experts, min(sizes.top_k, num_experts))
 
@@ -248,7 +249,7 @@ def costs_for(sizes: ModelSizes, profile: HardwareProfile) -> ShapeCosts:
 
 
 def shape_sizes(shape: ModelShape, offload: OffloadConfig) -> ModelSizes:
-    """Return the sizes of a released model from its shape alone; bf16 where not packed."""
+    """Return a released model's sizes from its shape alone; unpacked weights count as bf16."""
     config = AutoConfig.for_model(shape.model_type, **shape.values)
     config.dtype = torch.bfloat16
     return config_sizes(config, offload)
@@ -257,10 +258,10 @@ def shape_sizes(shape: ModelShape, offload: OffloadConfig) -> ModelSizes:
 def _dense_seconds(
     known_seconds: tuple[float, ...], known: ModelSizes, sizes: ModelSizes
 ) -> tuple[float, ...]:
-    """Return the seconds of a layer's dense parts by token count, from a known shape's seconds.
+    """Return the seconds of a layer's dense parts by token count, from those of a known shape.
 
-    For few tokens, the time is for launches and for reading the weights' bytes. For many tokens, it
-    is for arithmetic, which packing does not change.
+    With few tokens, launches and reading the weights take the time; with many tokens, arithmetic,
+    which packing does not change.
     """
     of_known = _layer_bytes(known.plain_dense_bytes, known)
     arithmetic = _layer_bytes(sizes.plain_dense_bytes, sizes) / of_known

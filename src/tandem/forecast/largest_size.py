@@ -1,7 +1,7 @@
 """Finds the largest packed size of a model that is forecast to reach a given speed.
 
 Only sizes with one format for all parts are tried. The result is a number of bytes for `tandem pack
---size`, whose mixed recipe of that size runs as fast and loses less accuracy.
+--size`: a mixed recipe of that size runs as fast and loses less accuracy.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ class SizeProposal:
     possible."""
     bits_per_weight: float
     tokens_per_second: float | None
-    """The forecast; None if the model does not fit or has no forecast."""
+    """The forecast decode speed; None if the model does not fit or has no forecast."""
     reason: str
-    """The reason why no size is proposed; empty if one is."""
+    """The reason why no size is proposed; empty if a size is proposed."""
 
     @property
     def size(self) -> str:
@@ -66,12 +66,12 @@ def largest_size(
     num_weights: int,
     tokens_per_second: float,
 ) -> SizeProposal:
-    """Return the largest size that fits and is forecast to reach the speed.
+    """Return the largest size that fits and is forecast to reach the speed, or why none does.
 
-    `num_weights` is the model's number of weights. `plan_with` must plan the model in a format, and
-    raise `CapacityError` if a GPU is too small. `with_speed` must add the forecast to a plan; it is
-    called only for plans that fit, because it may measure. Raises `CapacityError` if a GPU is too
-    small for all formats.
+    `num_weights` is the model's number of weights. `plan_with` must return the plan in a named
+    format, and raise `CapacityError` if a GPU is too small. `with_speed` must return the plan with
+    its forecast; it is called only for plans that fit, because it may measure. Raises
+    `CapacityError` if a GPU is too small for all formats.
     """
     found = None
     for name in _FORMATS:

@@ -68,7 +68,7 @@ def check_model_files(checkpoint: AnyCheckpoint, *, has_progress: bool = False) 
 
 
 def check_model_kernels(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> Finding:
-    """Compare the kernels with the reference on a model's first layers."""
+    """Return a finding on whether kernels and reference agree on a model's first layers."""
     found = check_model(checkpoint, offload)
     text = (
         f"{found.layers} layers, {found.tokens} tokens: KL {found.kl:.2g} nats, top-1 "

@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def contexts(self) -> list[int]:
-        """The context lengths for which the KV cache is reported, up to the model's own."""
+        """The context lengths for which the KV cache is reported, up to the model's longest."""
         longest = self.sizes.longest_context
         if longest is None:
             return list(_CONTEXTS)
@@ -73,25 +73,25 @@ class Plan:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of keys and values of all sequences at the context."""
+        """Bytes of the keys and values of all sequences, each `context_tokens` long."""
         return self.sequences * self.sizes.kv.bytes_of(self.context_tokens)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all sequences' states."""
+        """Bytes of the states (not keys and values) of all sequences."""
         return self.sequences * self.sizes.state_bytes
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Host bytes of the checkpoints of states at the context, also for states on a GPU."""
+        """Host bytes of the states' checkpoints with a full context, even with states on a GPU."""
         free = self.available_bytes - (self.load_bytes - self.process_bytes)
         return checkpoint_bytes(self.state_bytes, self.context_tokens, free)
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes of the keys and values that a prompt's latents are expanded to, on the CPU.
+        """Bytes of the keys and values to which a prompt's latents are expanded on the CPU.
 
-        As many layers stay expanded as free memory allows, at least one.
+        At least one layer stays expanded, more as free memory allows. 0 with dense parts on a GPU.
         """
         each, tokens = self.sizes.kv.expanded, self.context_tokens
         all_bytes = self.sequences * sum(each) * tokens
@@ -102,9 +102,9 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """The most bytes of a prompt's activations, including those of the tower for its images.
+        """The most bytes of a prompt's activations, including the vision tower's for its images.
 
-        Half of the tower's memory is still held by malloc when the layers begin.
+        malloc still holds half of the tower's memory when the layers begin.
         """
         prompts = workspace_bytes(self.sizes, self.sequences * self.context_tokens)
         tower = tower_bytes(self.sizes.vision, self.image_tokens)
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of the draft model, and of its keys, values and states of all sequences."""
+        """Bytes of the draft model, with KV cache and states of all sequences; 0 without one."""
         if (draft := self.draft) is None:
             return 0
         each = draft.kv.bytes_of(self.context_tokens) + draft.state_bytes
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def experts_bytes(self) -> int:
-        """Bytes of experts in memory: host slots if options set their memory, otherwise all."""
+        """Bytes of the experts in memory: of all, or of the host slots if an option sets them."""
         over = self.slots_over_disk
         return over.num_bytes if over is not None and over.is_given else self.sizes.experts_bytes
 
@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the free memory suffices."""
+        """Whether the free host memory suffices."""
         return self.needed_bytes <= self.available_bytes
 
 
@@ -182,7 +182,7 @@ def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
 
 
 def tower_bytes(vision: PreTrainedConfig | None, image_tokens: int) -> int:
-    """Return the most bytes of an image tower's activations.
+    """Return the most bytes of a vision tower's activations; 0 without images.
 
     Coefficients were fitted to Qwen3.5's tower: 62 kB a patch at 4,096 patches, 51 kB at 9,216.
     """
@@ -217,8 +217,9 @@ def plan_slots(
 ) -> tuple[int, dict[str, int]]:
     """Return the number of slots, and the use of the device's memory by part.
 
-    Raises `CapacityError`. A dense model has no slots: if it does not fit as a whole, the error
-    names which of `others`, its sizes in other formats, would fit.
+    Raises `CapacityError` if the device's memory is too small. A dense model has no slots: if it
+    does not fit as a whole, the error names the formats in `others` (its sizes by format) that
+    would fit.
     """
     parts = {"dense": 0, "kv_cache": 0, "experts": 0, "workspace": 0}
     if device == "cpu":
@@ -245,7 +246,7 @@ def plan_slots(
 
 
 def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
-    """Return advice to make a model fit or run faster; `others` are its sizes in other formats."""
+    """Return advice on making a model fit or run faster; `others` has its sizes by format."""
     lines = []
     if not plan.fits:
         lines += _to_fit(plan, others)
@@ -275,12 +276,12 @@ def advice(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
 
 
 def _packed_in(name: str, sizes: ModelSizes) -> str:
-    """Return advice's words: "--dense-dtype int8" for a dense model, otherwise "int8 experts"."""
+    """Name a format in advice: "--dense-dtype int8" for a dense model, else "int8 experts"."""
     return f"--dense-dtype {name}" if sizes.is_dense else f"{name} experts"
 
 
 def _rounded_dense_layers(sizes: ModelSizes) -> list[str]:
-    """Return advice on a quantised checkpoint's linear layers that lose their codes; or nothing."""
+    """Return advice on quantised linear layers that lose the checkpoint's codes; [] if none do."""
     kept, others = sizes.dense_layers_with_codes, sizes.dense_layers_without
     if not others:
         return []
@@ -314,7 +315,7 @@ def _to_fit(plan: Plan, others: dict[str, ModelSizes]) -> list[str]:
 
 
 def _decode_with(speed: SpeedForecast, before: ModelSizes, after: ModelSizes) -> float:
-    """Return the decode speed with sizes `after`, if a step takes time only to read its weights."""
+    """Return the decode speed with sizes `after`, if time is proportional to the bytes read."""
     now, then = (
         sizes.top_k * sizes.num_moe_layers * sizes.expert_image_bytes + sizes.total_dense_bytes
         for sizes in (before, after)
@@ -323,7 +324,7 @@ def _decode_with(speed: SpeedForecast, before: ModelSizes, after: ModelSizes) ->
 
 
 def as_json(plan: Plan, lines: list[str]) -> dict[str, object]:
-    """Return the plan as JSON; names end with their units."""
+    """Return the plan, with `lines` as its advice, as JSON; names end with their units."""
     speed = plan.speed
     known = None if isinstance(speed, str) else speed
     return {
@@ -380,7 +381,7 @@ def _disk_json(slots: SlotsOverDisk, found: DiskForecast | None) -> dict[str, ob
 
 
 def _more_of_speed(speed: AnyForecast | str) -> dict[str, object]:
-    """Return the JSON fields that only this class of forecast has, or why the speed is unknown."""
+    """Return the JSON fields that only `speed`'s class has; `speed_unknown` if it is a text."""
     if isinstance(speed, str):
         return {"speed_unknown": speed}
     if isinstance(speed, GpuForecast):

@@ -50,7 +50,7 @@ class Agreement:
 def check_model(checkpoint: AnyCheckpoint, offload: OffloadConfig) -> Agreement:
     """Load a checkpoint's first layers and compare the kernels with the reference.
 
-    Raises `TandemError`.
+    Raises `TandemError` if the checkpoint cannot be loaded, or if logits are not finite.
     """
     model = load_checkpoint(checkpoint, offload, num_layers=CHECKED_LAYERS)
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -79,7 +79,7 @@ def _log_probabilities(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _unpacked(model: PreTrainedModel) -> Iterator[None]:
-    """Make torch multiply by the unpacked weights of packed linear layers inside the context."""
+    """In the `with` body, let torch compute packed linear layers with their unpacked weights."""
     layers = [layer for _, layer in packed_layers(model) if not layer.groups]
     handles = [layer.register_forward_hook(_in_torch) for layer in layers]
     try:

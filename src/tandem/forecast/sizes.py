@@ -57,7 +57,7 @@ _OF_FILES = ("expert_dtype", "expert_formats", "dense_formats", "packed_format")
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """A checkpoint's sizes with some options.
+    """The sizes of a checkpoint's parts, as loading with certain options gives them.
 
     Bytes are those of host memory unless a name says otherwise.
     """
@@ -94,7 +94,7 @@ class ModelSizes:
     state_bytes: int
     """Bytes of one sequence's states (not keys and values), at any length."""
     are_experts_mapped: bool = False
-    """Whether experts stay in the mapped files of the checkpoint, on small pages."""
+    """Whether experts stay in the checkpoint's mapped files, without huge pages."""
     disk_table_bytes: int = 0
     """Bytes of tables that stay on the disk; not in `dense_bytes`."""
     by_token: tuple[int, ...] = ()
@@ -107,7 +107,7 @@ class ModelSizes:
     def within(
         self, available_bytes: int, expert_memory_bytes: int | None, device_bytes: int | None
     ) -> "ModelSizes":
-        """Return the sizes, with tables of rows on the disk if `short_memory` requires that."""
+        """Return the sizes, with tables of rows on the disk if memory is too small for them."""
         short = short_memory(
             self.experts_bytes, self.total_dense_bytes, available_bytes,
             expert_memory_bytes=expert_memory_bytes, device_bytes=device_bytes,
@@ -129,7 +129,10 @@ class ModelSizes:
         return longest
 
     def context(self, requested: int | None) -> int:
-        """Return the context to plan for; raises `ConfigError` if it exceeds the model's."""
+        """Return the context to plan for: the requested one or the usual one, in tokens.
+
+        Raises `ConfigError` if `requested` exceeds the model's longest context.
+        """
         longest = self.longest_context
         if requested is not None and longest is not None and requested > longest:
             raise ConfigError(
@@ -208,8 +211,9 @@ def config_sizes(
     *,
     kv_dtype: torch.dtype | None = None,
 ) -> ModelSizes:
-    """Return the sizes of a config's model with these options; `source` gives quantised weights.
+    """Return the sizes of the model that a config describes, with these options.
 
+    `source` reads a checkpoint that another method quantised; None for any other checkpoint.
     `kv_dtype` is the KV cache's dtype; None: the model's dtype.
     """
     model = empty_model(config)
@@ -260,7 +264,7 @@ def _without_tables(parts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _layer_number(name: str) -> int:
-    """Return the number of an experts module's layer; 0 if its name has no number."""
+    """Return the layer number in an experts module's name; 0 if the name has none."""
     found = re.search(r"\.(\d+)\.", name)
     return int(found[1]) if found else 0
 
@@ -274,7 +278,7 @@ def _format_name(layer: HostLayer, dtype: torch.dtype) -> str:
 def _dense_bytes(
     model: nn.Module, packed: Mapping[str, WeightFormat], tables: Collection[str]
 ) -> dict[str, int]:
-    """Return the bytes of each dense part; `tables` has the paths of tables of rows."""
+    """Return the bytes of each dense part; `tables` are the module names of tables of rows."""
     totals = {name: 0 for name, _ in _PARTS} | {_OTHER: 0, _TABLES: 0}
     for name, num_bytes in dense_parts(model, packed):
         part = next((p for p, words in _PARTS if any(w in name for w in words)), _OTHER)

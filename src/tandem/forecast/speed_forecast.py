@@ -2,9 +2,9 @@
 
 A layer's time does not depend on its weights. So a model with few and a model with more layers are
 timed, and the whole follows: seconds(more) + (layers - more) * (seconds(more) - seconds(few)) /
-(more - few). They are timed in alternation, and the median of the rounds counts, because a forecast
-is for a usual minute, not for the machine's best. Small models are built whole. Measurements are
-kept by processor, shape and format.
+(more - few). The two models are timed in alternation, and the median of the rounds counts, because
+a forecast is for usual conditions, not for the machine's best. Small models are built whole.
+Measurements are stored by processor, threads, shape and format.
 """
 
 import dataclasses
@@ -89,7 +89,11 @@ def forecast_speed(
     refresh: bool = False,
     rounds: int = ROUNDS,
 ) -> SpeedForecast | str:
-    """Return the CPU's speed, kept or measured in `rounds` rounds, or why it cannot be measured."""
+    """Return the speed on this CPU, or why it cannot be measured.
+
+    A forecast stored in `cache_dir` is returned unless `refresh` is set; otherwise the layers are
+    timed in `rounds` rounds.
+    """
     reason = why_not_measured(sizes)
     if reason:
         return reason
@@ -164,10 +168,7 @@ def _median(times: Sequence[Times]) -> Times:
 
 
 def _layers_to_time(sizes: ModelSizes) -> list[int]:
-    """Return the layer counts of the models to time.
-
-    There are two, to extrapolate from; or only the full count if the whole model is small.
-    """
+    """Return the layer counts of the models to time: two, or the full count of a small model."""
     if sizes.layers_bytes <= _WHOLE_BYTES:
         return [sizes.num_layers]
     listed = cut_shape(sizes, sizes.num_layers).kinds
@@ -200,7 +201,7 @@ def prefixes_to_time(kinds: Sequence[tuple[bool, str]], room: int) -> list[int]:
 
 
 def _difference(some: Counter[tuple[bool, str]], others: Counter[tuple[bool, str]]) -> float:
-    """Return how much the shares of kinds differ between two groups of layers; 0: not at all."""
+    """Return the sum of the differences between the kinds' shares in two groups of layers."""
     shares = (some[kind] / some.total() - n / others.total() for kind, n in others.items())
     return round(sum(map(abs, shares)), 6)
 
@@ -229,7 +230,7 @@ def time_model(model: PreTrainedModel) -> Times:
 
 
 def cut_shape(sizes: ModelSizes, num_layers: int) -> ModelShape:
-    """Return a model's shape with its first layers only."""
+    """Return a model's shape with its first `num_layers` layers only."""
     dropped = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version")
     values = {
         key: value

@@ -70,16 +70,19 @@ def _mixer_bytes(part: nn.Module) -> int:
 
 
 def checkpoint_bytes(state_bytes: int, num_tokens: int, available_bytes: int) -> int:
-    """Return the most bytes that checkpoints of a conversation's states take.
+    """Return the most bytes that the checkpoints of states take in a conversation of `num_tokens`.
 
-    `available_bytes` are free when the model is loaded.
+    `available_bytes` is the memory that is free once the model is loaded.
     """
     needed = state_bytes * most_checkpoints(num_tokens, MAX_STEP_TOKENS)
     return min(needed, most_checkpoint_bytes(available_bytes))
 
 
 def _num_values(layer: object) -> int:
-    """Count the values of a layer's states; a convolution keeps one token less than its width."""
+    """Return the number of values that slots keep of the states in a layer of Transformers' cache.
+
+    Of a convolution's state, they keep one token less than its width.
+    """
     convolutions, recurrences = (
         _tensors(getattr(layer, name, None)) for name in ("conv_states", "recurrent_states")
     )
@@ -88,7 +91,7 @@ def _num_values(layer: object) -> int:
 
 
 def _tensors(states: object) -> list[Tensor]:
-    """Return the tensors in `states`: Transformers has one, several, or a dictionary by number."""
+    """Return the tensors in `states`: a tensor, an iterable, a mapping's values; [] for None."""
     values = states.values() if isinstance(states, Mapping) else states
     values = values if isinstance(values, Iterable) and not isinstance(values, Tensor) else [values]
     return [value for value in values if isinstance(value, Tensor)]

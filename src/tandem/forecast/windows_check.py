@@ -75,7 +75,7 @@ _TABLE: tuple[tuple[Callable[[_Facts], bool], Finding], ...] = (
 
 
 def check_windows(*kinds: str, total_bytes: int = 0, root: Path = ROOT) -> Iterator[Finding]:
-    """Yield the findings on the items `kinds`; `total_bytes` is the memory that Linux sees."""
+    """Yield the findings whose `what` is in `kinds`; `total_bytes` is the memory Linux sees."""
     try:
         pages: str | None = (root / _HUGE_PAGES).read_text().strip()
     except OSError:
@@ -100,7 +100,7 @@ def check_place(what: str, path: Path, root: Path = ROOT) -> Iterator[Finding]:
 
 
 def plan_advice(model: Path, *, fits: bool, total_bytes: int, root: Path = ROOT) -> list[str]:
-    """Return advice about Windows for a model's plan; empty on any other machine."""
+    """Return advice about WSL2's memory and Windows drives for a model's plan; [] outside WSL."""
     lines = [f"{model} lies on {_SLOW_DRIVE}: {_COPY}"] * is_on_windows_drive(model, root)
     if not fits and wsl_version(root) == 2:
         lines.append(memory_advice(total_bytes, root))

@@ -12,7 +12,7 @@ from tandem.generate.token_output import StepFailedError, TokenOutput
 
 @dataclass(slots=True)
 class _Answering:
-    """One prompt and its answer so far."""
+    """The outputs for one prompt so far, from which its answer is made."""
 
     prompt_tokens: int
     latest: TokenOutput
@@ -22,7 +22,7 @@ class _Answering:
     last: float = 0.0
 
     def take(self, output: TokenOutput) -> None:
-        """Append a step's output."""
+        """Add the token and the text of a step's output."""
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
         self.pieces.append(output.text)

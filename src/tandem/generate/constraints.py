@@ -62,7 +62,7 @@ class PenalisedScores:
     """Applies penalties and biases of OpenAI's API; penalties count only the answer's tokens."""
 
     def __init__(self, options: SamplingOptions) -> None:
-        """Apply the penalties and biases in `options`; the answer has no tokens yet."""
+        """Take the penalties and biases from `options`; no token is counted yet."""
         self._options = options
         self._counts: Counter[int] = Counter()
 
@@ -86,7 +86,7 @@ class NotYet:
     """Keeps an answer from ending before it has `min_tokens` tokens."""
 
     def __init__(self, min_tokens: int, end_ids: frozenset[int]) -> None:
-        """Lower the scores of `end_ids` until the answer has `min_tokens` tokens."""
+        """Take the least number of tokens, and `end_ids`, the tokens that would end the answer."""
         self._num_missing = min_tokens
         self._end_ids = sorted(end_ids)
 

@@ -133,7 +133,7 @@ class Generator:
         on_text: TextListener | None = None,
         **fields: object,
     ) -> list[Answer]:
-        """Answer one prompt or several at once, in their order.
+        """Answer one prompt, or several together; return the answers in the order of the prompts.
 
         `fields` are fields of `SamplingOptions` and override `options`. `on_text` is called with
         (number of the prompt, piece of text) as text comes. Raises `ConfigError` for a prompt that
@@ -179,7 +179,7 @@ class Generator:
     ) -> Batch:
         """Check the prompts and return their batch; nothing is computed yet.
 
-        If there are as many prompts as in the last call, prefixes that the KV cache still holds are
+        If the last call had the same number of prompts, prefixes that the KV cache still holds are
         reused. An unfinished batch of the last call is interrupted.
         """
         options = _merged(options, fields)
@@ -235,9 +235,9 @@ class Generator:
         )  # fmt: skip
 
     def prepare(self) -> None:
-        """Find out, once, whether the model can run in slots or must run padded: see `why_padded`.
+        """Find out, once, whether the model can run in sequence slots; if not, set `why_padded`.
 
-        On a CPU this runs a few tokens both ways.
+        On a CPU this runs a few tokens in slots and padded.
         """
         if self._has_tried_slots:
             return
@@ -268,7 +268,7 @@ class Generator:
             note.write()
 
     def slot_pool(self, num_slots: int, *, capacity: int = 0) -> SlotPool:
-        """Return slots for `num_slots` sequences, of the fastest kind that serves the model.
+        """Return a pool of `num_slots` sequence slots, of the fastest kind that can run the model.
 
         Each slot has room for `capacity` tokens at first.
         """
@@ -288,7 +288,10 @@ class Generator:
         return self._latest_pool
 
     def _pool_for(self, num_slots: int, capacity: int, *, has_images: bool) -> SlotPool:
-        """Return the last call's slots if they fit this call, else new slots."""
+        """Return the last call's pool, or a new one if the number of slots or the adapters changed.
+
+        Prompts with images get a padded pool of their own if the model cannot read them in slots.
+        """
         if has_images and why_no_slot_images(self.model) is not None:
             return PaddedSlotPool(self.model, num_slots, self._pad_id())
         if (adapters := adapter_state(self.model)) != self._adapters:

@@ -34,7 +34,7 @@ class HeldPrefixes:
     """Finds, copies and stores prefixes in the slots of a pool and on disk. Not thread-safe."""
 
     def __init__(self, pool: SlotPool, files: PrefixFiles | None = None) -> None:
-        """Use the slots of `pool`, which only one scheduler may change, and `files` on disk."""
+        """Use the slots of `pool`, which only one scheduler may change, and `files`, if given."""
         self._pool = pool
         moving = None if files is None else pool.moving
         self._disk = None if files is None or moving is None else _Disk(files, moving)
@@ -50,7 +50,7 @@ class HeldPrefixes:
         Of the slots in `free`, `oldest` must have been free for longest. The free slot with the
         longest usable prefix of the prompt is chosen if this prefix is at least half of the slot's
         contents. Otherwise `oldest` is chosen; if another slot, even a busy one, has a longer
-        prefix, it is copied to `oldest`.
+        prefix, that prefix is copied to `oldest`.
         """
         slot, shared = self._take(request, free, oldest)
         self._num_written[slot] = 0
@@ -85,7 +85,7 @@ class HeldPrefixes:
         ]
 
     def catch_up(self, running: Running) -> int:
-        """Copy a prompt's next tokens from a slot that has gained them meanwhile; return how many.
+        """Copy a prompt's next tokens from another slot that now holds them; return their number.
 
         A common prefix of prompts that arrive together is thus computed once, chunk by chunk.
         """
@@ -99,9 +99,9 @@ class HeldPrefixes:
         return max(0, gained)
 
     def will_gain(self, running: Running, other: Running) -> bool:
-        """Tell whether `other` shares over a quarter of the tokens that `running` lacks.
+        """Tell whether the prompts share over a quarter of the tokens that `running` lacks.
 
-        If `other` computes them in this step, `running` should wait and copy them.
+        If `other` is computed in this step, `running` should wait and then copy these tokens.
         """
         request, its = running.request, other.request
         if request.has_prompt_logprobs or request.owner != its.owner:
@@ -130,7 +130,7 @@ class HeldPrefixes:
     def read(self, running: Running, *, is_alone: bool) -> int:
         """Read a prompt's next segments from disk into its slot; return the number of tokens read.
 
-        If the prompt `is_alone`, all its segments are read at once, otherwise a few per step.
+        With `is_alone` (no other request waits for a token) all segments are read, else only a few.
         """
         disk, before = self._disk, running.num_done
         if disk is None:
@@ -141,9 +141,10 @@ class HeldPrefixes:
         return running.num_done - before
 
     def _read_one(self, disk: _Disk, running: Running) -> bool:
-        """Read a prompt's next segment from disk into its slot; skip it if the slot holds it.
+        """Read a prompt's next segment from disk into its slot; return whether the slot holds it.
 
-        If that fails, returns False, and no further segments of the prompt are read.
+        A segment that the slot already holds is not read. After a failure no further segments of
+        the prompt are read.
         """
         first, key = running.on_disk.pop(0)
         # The tokens came from another slot meanwhile.
@@ -164,7 +165,7 @@ class HeldPrefixes:
         return True
 
     def _give_up(self, disk: _Disk, running: Running) -> bool:
-        """Read no further segments of a prompt; return False, as `_read_one` does.
+        """Forget a prompt's remaining segments on disk; return False, for `_read_one` to return.
 
         A slot with states is cut to the longest prefix that a request can continue from.
         """
@@ -218,8 +219,8 @@ class HeldPrefixes:
     def _write_one(self, disk: _Disk, slot: int, number: int) -> bool:
         """Hand a slot's segment `number` to the writer unless it is on disk.
 
-        Also hands over the slot's states at the segment's end, at every end where states are
-        stored. Returns whether anything was handed over.
+        If states are stored at the end of this segment, the slot's states there are handed over
+        too. Returns whether anything was handed over.
         """
         files, key, first = disk.files, self._keys[slot][number], number * SEGMENT_TOKENS
         found = {}

@@ -31,7 +31,7 @@ class Processor(Protocol):
     """The part of Transformers' processors that is used here."""
 
     def apply_chat_template(self, conversation: object, **options: Any) -> Any:
-        """Write a conversation as text, with a placeholder for each image."""
+        """Return a conversation as text, with a placeholder for each image."""
 
     def __call__(self, *, text: Sequence[str], images: Sequence[object], **options: Any) -> Any:
         """Return the inputs of a model's forward for a text with images, by name."""
@@ -44,12 +44,12 @@ class JoinedProcessor:
     """
 
     def __init__(self, tokenizer: Tokenizer, image_processor: Any, image_token_id: int) -> None:
-        """Combine both; `image_token_id` is the token that a chat template writes per image."""
+        """Take both parts; `image_token_id` is the token that a chat template writes per image."""
         self._tokenizer, self._images = tokenizer, image_processor
         self._image_token_id = image_token_id
 
     def apply_chat_template(self, conversation: object, **options: Any) -> Any:
-        """Write a conversation as text, with a placeholder for each image."""
+        """Return a conversation as text, with a placeholder for each image."""
         return self._tokenizer.apply_chat_template(conversation, **options)
 
     def __call__(self, *, text: Sequence[str], images: Sequence[object], **options: Any) -> Any:
@@ -79,7 +79,7 @@ class JoinedProcessor:
 def load_processor(
     source: str, tokenizer: Tokenizer, image_token_id: int, *, trust_remote_code: bool = False
 ) -> Processor:
-    """Load the processor of a model's directory; raises `ModelError` if it has none."""
+    """Load the processor in a model's directory; `ModelError` if there is none for images."""
     require_pillow()
     from transformers import AutoImageProcessor, AutoProcessor
 

@@ -1,9 +1,9 @@
 """Decides how many prompt tokens are computed between two tokens of the streams of tokens.
 
-Here a stream is a stream of tokens, and the gap is the time between two of its tokens: that of a
-prefill chunk and a decode step. A chunk is as long as the largest permitted gap allows, by the
-durations of the latest chunks. After a chunk, enough decode steps must follow to give streams their
-share of the time. All durations come from the scheduler.
+Here a stream is a stream of tokens, and the gap is the time between two of its tokens: the duration
+of a prefill chunk and a decode step. A chunk is as long as the largest permitted gap allows, judged
+by the durations of the latest chunks. After a chunk, enough decode steps must follow to give
+streams their share of the time. All durations come from the scheduler.
 """
 
 # Weight of the latest decode step in the usual duration. A slow step counts less: the first ones
@@ -40,11 +40,12 @@ class ChunkCosts:
         self._sums = [_KEPT * old + new for old, new in zip(self._sums, terms, strict=True)]
 
     def tokens_within(self, seconds: float, part: float) -> float:
-        """Return the number of tokens of a chunk that takes `seconds`; a chunk must be recorded.
+        """Return the number of tokens of a chunk that takes `seconds`.
 
-        If the fixed cost leaves time for fewer than `_LEAST_TOKENS` tokens, the chunk takes longer:
-        its tokens take as long as the fixed cost, or r times as long if r > 1 prompts run per
-        stream. `part` is the number of streams over the number of running requests.
+        At least one chunk must have been recorded. If the fixed cost leaves time for fewer than
+        `_LEAST_TOKENS` tokens, the chunk takes longer: its tokens take as long as the fixed cost,
+        or r times as long if r > 1 prompts run per stream. `part` is the number of streams over the
+        number of running requests.
         """
         weight, tokens, total, squares, products = self._sums
         mean_tokens, mean_seconds = tokens / weight, total / weight
@@ -74,7 +75,7 @@ class Pace:
 
     @property
     def may_prefill(self) -> bool:
-        """Whether a chunk may run: streams have had their share of the time since the last one."""
+        """Whether a chunk may run: streams have had their share of time since the last chunk."""
         return self._owed_seconds <= 0
 
     def chunk_tokens(self, most: int) -> int:

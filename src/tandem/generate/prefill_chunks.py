@@ -129,10 +129,10 @@ class PrefillChunks:
         return max(1, self._chunk_tokens // _SHORTER_WITH_OTHERS)
 
     def _find(self, running: Running, counts: BatchCounts, *, is_alone: bool) -> bool:
-        """Take a prompt's next tokens from other slots and the disk; return whether none are left.
+        """Copy a prompt's next tokens from slots or disk; return whether it may now be computed.
 
-        Unless the prompt `is_alone`, only a few segments are read from disk in a step; the prompt
-        must not be computed while segments are left.
+        It must not be computed while segments on disk are unread. Unless `is_alone` (no other
+        request waits for a token), only a few segments are read per step.
         """
         gained = self._prefixes.catch_up(running)
         if running.on_disk:

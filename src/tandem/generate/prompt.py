@@ -85,8 +85,8 @@ def _through_template(
 def room(model: PreTrainedModel, prompt: Sequence[int], number: int = 0) -> int:
     """Check a prompt; return how many tokens the model's context leaves for its answer.
 
-    Raises `ConfigError` if the prompt is empty, too long or has unknown token ids; it calls the
-    prompt by its `number`.
+    Raises `ConfigError` if the prompt is empty, too long or has unknown token ids; `number` is the
+    prompt's number in error messages.
     """
     if not prompt:
         raise ConfigError(f"prompt {number} is empty; give some text or at least one token")

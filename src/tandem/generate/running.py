@@ -34,7 +34,7 @@ class Running:
     on_disk: list[tuple[int, bytes]] = field(default_factory=list)
     """The prompt's next segments on disk: (first token, key)."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """Log-probabilities of the prompt's tokens so far, until they are reported."""
+    """Log-probabilities of the prompt's tokens so far; None: not requested, or already reported."""
     generated: int = 0
     drafted: int = 0
     """Drafted tokens that were verified."""
@@ -111,7 +111,7 @@ class Running:
 
 
 def logprob_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return a token's log-probability under logits (vocabulary,), and the likeliest tokens."""
+    """Return a token's log-probability by logits (vocabulary,), and `num_top` likeliest tokens."""
     logprobs = torch.log_softmax(logits.float(), -1)
     values, ids = logprobs.topk(num_top) if num_top else (logprobs[:0], logprobs[:0].long())
     top = tuple(zip((int(i) for i in ids.tolist()), values.tolist(), strict=True))

@@ -22,7 +22,8 @@ class Sampler:
     def __init__(self, rule: SamplingRule, batch: int, seed: int | None, *, isa: str = "") -> None:
         """Seed sequence i with `seed` + i, so that its text does not depend on other sequences.
 
-        `isa` names the kernels' instruction set; "" selects the best.
+        If `seed` is None, all seeds are random. `isa` names the kernels' instruction set; ""
+        selects the best.
         """
         self._has_penalty = rule.repetition_penalty not in (None, 1.0)
         self._is_greedy = rule.temperature == 0

@@ -40,7 +40,7 @@ from tandem.kv_cache.prefix_files import PrefixFiles
 
 
 class Scheduler:
-    """Answers requests together. Only one thread may call it."""
+    """Answers many requests, which share its steps. Only one thread may call it."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Scheduler:
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """The present size of the KV cache in bytes; None if it is not Tandem's."""
+        """The present size of the KV cache in bytes; None if the KV cache is Transformers'."""
         return self._pool.num_bytes
 
     @property
@@ -117,7 +117,7 @@ class Scheduler:
         self._waiting.add(request.request_id, request.priority, request)
 
     def cancel(self, request_id: int) -> bool:
-        """Drop a request and free its slot at once; return whether it existed."""
+        """Drop a request and free its slot at once; return whether it was running or waiting."""
         running = self._running(request_id)
         if running is not None:
             self._release(running)
@@ -139,10 +139,10 @@ class Scheduler:
     def step(self) -> list[TokenOutput]:
         """Prefill a chunk, and decode a token for each request whose prompt is complete.
 
-        Raises `StepFailedError` if this fails for some requests, which are dropped; all others
-        continue. A prompt fails alone where it can be computed alone. Requests that decode together
-        fail together if the model's forward fails; a request whose next token cannot be chosen
-        fails alone.
+        Returns the outputs. Raises `StepFailedError` if this fails for some requests, which are
+        dropped; all others continue. A prompt fails alone where it can be computed alone. Requests
+        that decode together fail together if the model's forward fails; a request whose next token
+        cannot be chosen fails alone.
         """
         self._admit()
         token_outputs = []
@@ -163,7 +163,7 @@ class Scheduler:
     def _attempt(
         self, requests: list[Request], work: Callable[[], list[TokenOutput]]
     ) -> list[TokenOutput]:
-        """Call `work` for some requests; on an error, drop them and record the failure."""
+        """Return `work()`; on an error, drop `requests`, record the failure and return []."""
         try:
             return work()
         except Exception as error:
@@ -174,9 +174,11 @@ class Scheduler:
             return []
 
     def _prefill_or_part(self, chunk: list[ChunkPart], joining: list[Running]) -> list[TokenOutput]:
-        """Compute a chunk and the streams' next tokens; after an error, mark prompts to run alone.
+        """Compute a chunk and the next tokens of the streams that join it; return the outputs.
 
-        Streams whose slots cannot be cut back to before the error are dropped.
+        If a forward of several requests fails, returns []: its prompts will run alone from then on,
+        and streams whose slots cannot be cut back to before the error are dropped. A prompt that
+        fails alone is dropped, and so are all prompts of a pool that cannot prefill in chunks.
         """
         prompts = [running for running, _ in chunk]
         if len(chunk) + len(joining) == 1 or not self._pool.can_prefill_in_chunks:
@@ -199,7 +201,7 @@ class Scheduler:
             return []
 
     def _go_back(self, slot: int, length: int) -> int:
-        """Cut a slot to at most `length` tokens after a failure; return how many are left."""
+        """Cut a slot to at most `length` tokens after a failure; return its number of tokens."""
         left = self._pool.usable(slot, min(length, len(self._pool.held(slot))))
         self._pool.keep(slot, left)
         return left
@@ -210,7 +212,7 @@ class Scheduler:
             self._attempt([request], partial(self._begin, request))
 
     def _begin(self, request: Request) -> list[TokenOutput]:
-        """Give a request a slot; nothing is computed yet."""
+        """Give a request a slot; return no outputs, because nothing is computed yet."""
         end_ids = request.options.end_ids(self._end_ids)
         # First, because a grammar may fail, and no slot must have changed then.
         constraints = [*constraints_of(request, end_ids, self._tokenizer, self._follow_grammar)]
@@ -279,7 +281,7 @@ class Scheduler:
         return all_logits[-1:]
 
     def _begin_answer(self, running: Running, logits: Tensor) -> list[TokenOutput]:
-        """Choose a request's first token, or end it if only its prompt was to be computed."""
+        """Choose a request's first token, or end it if it `is_prompt_only`; return the output."""
         if not running.request.is_prompt_only:
             return self._attempt([running.request], partial(self._choose, running, logits))
         self._release(running)
@@ -330,7 +332,7 @@ class Scheduler:
     def _choose_all(
         self, running: Running, draft: Sequence[int], logits: Tensor
     ) -> list[TokenOutput]:
-        """Choose a request's tokens as long as they match the drafted tokens, and one more."""
+        """Choose a request's tokens, up to the first that was not drafted; return their outputs."""
         token_outputs, num_kept = [], 0
         running.drafted += len(draft)
         for drafted in (*draft, None):
@@ -348,9 +350,9 @@ class Scheduler:
     def _choose(
         self, running: Running, logits: Tensor, drafted: int | None = None
     ) -> list[TokenOutput]:
-        """Choose a request's next token from logits (1, vocabulary).
+        """Choose a request's next token from logits (1, vocabulary); return its output.
 
-        `drafted` is the token that was drafted in its place; None if there was none.
+        `drafted` is the token drafted for this position; None if no token was drafted.
         """
         request, scores = running.request, logits
         for constraint in running.constraints:

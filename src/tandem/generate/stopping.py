@@ -7,7 +7,7 @@ class StopStrings:
     """Emits text until a stop string begins; holds back text that may be a stop string's start."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """Look for any of `strings`; without strings, all text is emitted at once."""
+        """Take the stop strings; if there are none, all text is emitted at once."""
         self._strings = tuple(strings)
         self._held = ""
         self.met: str | None = None

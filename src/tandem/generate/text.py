@@ -11,7 +11,7 @@ class TextStream:
     """Converts token ids, one by one, to pieces of text that together are the whole text."""
 
     def __init__(self, tokenizer: Tokenizer, *, keeps_special: bool = False) -> None:
-        """Decode with a Transformers tokenizer; omit special tokens unless `keeps_special`."""
+        """Take a Transformers tokenizer; the text has special tokens only if `keeps_special`."""
         self._tokenizer = tokenizer
         self._skips_special = not keeps_special
         self._ids: list[int] = []

@@ -36,7 +36,7 @@ class BoundedThinking:
     """
 
     def __init__(self, limit: ThinkingLimit, tokenizer: Tokenizer) -> None:
-        """Apply `limit`; `tokenizer` encodes its marks and decodes the answer."""
+        """Take the limit; `tokenizer` encodes its marks and decodes the answer."""
         self._limit = limit
         self._decode: Callable[[Sequence[int]], str] = tokenizer.decode
         self._closing, self._mark = (
@@ -49,10 +49,10 @@ class BoundedThinking:
         self._forced = self._closing if limit.has_begun and limit.num_tokens == 0 else []
 
     def restrict(self, scores: "Tensor") -> "Tensor":
-        """Return scores (1, vocabulary); -inf for all but the next token of the closing text.
+        """Return scores (1, vocabulary) that allow only the next token to be inserted, if any.
 
-        Scores are unchanged while nothing is being inserted. If a grammar forbids the closing text,
-        the end mark alone is inserted; if the grammar forbids the end mark too, nothing is.
+        While nothing is being inserted, the scores are unchanged. If a grammar forbids the closing
+        text, only the end mark is inserted; if the grammar forbids the mark too, nothing is.
         """
         if not self._forced:
             return scores

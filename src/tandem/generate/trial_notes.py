@@ -24,7 +24,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 class TrialNote:
-    """The note of one model in its present form, in a directory of notes."""
+    """The note on disk that a model, in its present form, has passed its trial."""
 
     def __init__(
         self, directory: Path, model: PreTrainedModel, threads: CpuThreads, kv_dtype: str
@@ -61,7 +61,7 @@ def _parts(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _own_files() -> Iterator[str]:
-    """Yield Tandem's files with their sizes and times: any change repeats the trial."""
+    """Yield Tandem's files with sizes and modification times: any change repeats the trial."""
     for file in sorted(_PACKAGE.rglob("*.*")):
         if file.suffix in (".py", ".so"):
             status = file.stat()

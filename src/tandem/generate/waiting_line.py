@@ -1,7 +1,7 @@
 """Requests that wait for a sequence slot, ordered by priority number, then by arrival.
 
-Dropped entries stay in the heap until they reach its top or are about half of it. So an arrival
-takes no pass over the queue, and thousands of requests that leave at once do not take one each.
+Entries of dropped requests stay in the heap until they reach its top or make up about half of it.
+So adding a request takes no pass over the queue, and dropping thousands at once takes only a few.
 """
 
 import heapq
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class WaitingLine(Generic[T]):
-    """Waiting requests in their order, identified by number."""
+    """A priority queue of waiting requests, each identified by its number."""
 
     def __init__(self) -> None:
         """Start with an empty queue."""

@@ -1,1 +1,1 @@
-"""What a machine has: profiles of its costs, its processors, limits, disk and operating system."""
+"""Describes the machine: cost profiles, processors, memory limits, disk, operating system."""

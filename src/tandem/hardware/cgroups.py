@@ -1,4 +1,4 @@
-"""The limits that Linux's control groups set for this process; only reads files."""
+"""Reads how much processor time and memory Linux's control groups allow this process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +42,7 @@ def memory_left(root: Path) -> int | None:
 
 
 def _groups(root: Path, controller: str) -> Iterator[_Group]:
-    """Yield the process's groups under a controller, and their parents, whose limits apply too."""
+    """Yield the groups that limit the process through `controller`: its own and all parents."""
     groups = read_text(root / "proc/self/cgroup") or ""
     for line in groups.splitlines() or ["0::/"]:
         _, _, rest = line.partition(":")

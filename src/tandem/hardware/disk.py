@@ -40,7 +40,7 @@ def measure_disk(
     seconds: float = _SECONDS,
     depths: tuple[int, ...] = DEPTHS,
 ) -> DiskCosts | None:
-    """Measure reads of experts of `expert_bytes` from files, for `seconds` at each queue depth.
+    """Return the rates of random reads of experts from `files`, measured for `seconds` per depth.
 
     Returns None if no file has at least a page. Raises `OSError` if a file cannot be read.
     """
@@ -85,7 +85,7 @@ def _reader(files: Sequence[_File], piece: int, *, is_direct: bool) -> Read:
 
 
 def _reads_per_second(read: Read, depth: int, seconds: float, piece: int) -> float:
-    """Return how many reads per second `depth` threads do together, during `seconds`."""
+    """Return the reads per second of `depth` threads together, measured for `seconds`."""
 
     def keep_reading(seed: int) -> int:
         source, buffer, count = random.Random(seed), buffers[seed], 0
@@ -103,7 +103,7 @@ def _reads_per_second(read: Read, depth: int, seconds: float, piece: int) -> flo
 
 
 def _huge_pages(num_bytes: int) -> memoryview:
-    """Return memory that has been written to, in a huge page if the system supports them."""
+    """Return `num_bytes` of zeroed memory, inside one huge page if the system supports them."""
     memory = mmap.mmap(-1, 2 * _HUGE_PAGE_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):

@@ -44,7 +44,7 @@ class Topology:
         return next(fitting, self.usable)
 
     def describe(self) -> str:
-        """Return a sentence about the cores, and how many threads are started and why."""
+        """Return a phrase: numbers of cores, default number of threads, and why so many threads."""
         text = f"{len(self.cores)} physical, {len(self.usable)} logical"
         threads = f"{self.num_threads} thread{'s' * (self.num_threads > 1)}"
         if self.quota is not None and self.quota < len(self.fast_cores):
@@ -55,14 +55,17 @@ class Topology:
 
 
 def read_topology(usable: Collection[int], root: Path = ROOT) -> Topology:
-    """Read the topology from files below `root`; without them each processor counts as a core."""
+    """Return the topology of the `usable` processors, read from Linux's files below `root`.
+
+    Without these files, each processor counts as a core.
+    """
     processors = tuple(sorted(usable))
     cores = _one_per_core(processors, root / _CPUS)
     return Topology(processors, cores, _fast(cores, root), processor_quota(root))
 
 
 def parse_processors(text: str) -> set[int]:
-    """Parse a list like "0-3,8"; raises `ValueError` for other texts."""
+    """Return the numbers in a list like "0-3,8"; raises `ValueError` for other texts."""
     numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -85,7 +88,7 @@ def _one_per_core(processors: Sequence[int], cpus: Path) -> tuple[int, ...]:
 
 
 def _fast(cores: tuple[int, ...], root: Path) -> tuple[int, ...]:
-    """Return the fast cores among `cores`; all cores if the system tells no differences.
+    """Return the fast cores among `cores`; all of them if the system shows no difference.
 
     A core is judged by its capacity, or on Intel's hybrid processors by its type.
     """

@@ -1,4 +1,4 @@
-"""Recognises Linux inside Windows (WSL2), and other systems, from their files.
+"""Recognises Linux inside Windows (WSL) by its files, and gives advice for Windows and WSL2.
 
 Written from Microsoft's and NVIDIA's documents and users' reports; never tested on a Windows PC.
 """
@@ -16,7 +16,7 @@ _GIB = 1 << 30
 
 
 def why_not_here(platform: str) -> str | None:
-    """Return one sentence on why Tandem cannot run on a `sys.platform`; None on Linux."""
+    """Return why Tandem cannot run on `platform` (a `sys.platform`), as text; None on Linux."""
     if platform == "linux":
         return None
     name = {"win32": "Windows", "darwin": "macOS"}.get(platform, platform)
@@ -76,9 +76,10 @@ def memory_setting(root: Path = ROOT) -> str | None:
 
 
 def memory_advice(total_bytes: int, root: Path = ROOT) -> str:
-    """Return advice on giving WSL2 more of the PC's memory, of which Linux sees `total_bytes`.
+    """Return advice on giving WSL2, which now has `total_bytes`, more of the PC's memory.
 
-    By default WSL2 gets half of the PC's memory; the advice is all memory but Windows' share.
+    By default WSL2 gets half of the PC's memory. The advice is to give it all memory except a share
+    for Windows.
     """
     setting = memory_setting(root)
     if setting is not None:

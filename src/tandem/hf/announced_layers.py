@@ -23,7 +23,7 @@ def announce(
     module: ModelPart,
     expert_dtype: torch.dtype | ExpertFormat | None,
 ) -> HostLayer:
-    """Add the layer of an experts module to a store, with shapes but no weights yet; return it.
+    """Add an experts module's layer to a store, with shapes but no weights yet; return the layer.
 
     If `expert_dtype` is None, the experts keep the module's dtype.
     """

@@ -89,7 +89,7 @@ def _bring_dense_parts(model: PreTrainedModel, runtime: Runtime, options: Offloa
 
 
 def _on_gpu_alone(model: PreTrainedModel, runtime: Runtime) -> Executor:
-    """Return the executor of a dense model, all of which is on a GPU."""
+    """Return the executor of a dense model that is on a GPU as a whole."""
     module = importlib.import_module(kind_of("cuda").machine)
     found: Executor = module.without_experts(model, runtime)
     return found
@@ -178,7 +178,7 @@ def _look_ahead(observed: ObservedModel) -> LookAhead | None:
 
 
 def _end(cache: ExpertCache, heat: Heat, captured: CapturedSteps | None) -> None:
-    """Save the heat and stop the threads; runs when the executor is freed or the program ends."""
+    """Save the heat and stop the threads, when an executor is freed or the program ends."""
     heat.save()
     if captured is not None:
         captured.close()

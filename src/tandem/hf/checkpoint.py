@@ -61,7 +61,7 @@ class Checkpoint:
 
     @property
     def held(self) -> HeldTensors:
-        """Upper limits on layers and weights, from the tensors; the config must not exceed them."""
+        """Limits, derived from the tensors, on the layers and weights of the config."""
         entries = self.files.entries
         elements = sum(entry.most_elements for entry in entries.values())
         return HeldTensors(entries, len(entries), elements)
@@ -74,7 +74,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class GgufCheckpoint:
-    """A model in one GGUF file or in several parts; reading them checks them, not this class."""
+    """A model in one GGUF file or in several parts, which are checked only when they are read."""
 
     path: Path
     is_packed: Literal[False] = False

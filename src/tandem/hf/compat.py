@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class QuantizerHooks:
-    """Calls two methods, which subclasses override, from the quantizer hooks of all versions."""
+    """Makes the quantizer hooks of all versions call two methods, which subclasses override."""
 
     def prepare_config(self, config: PreTrainedConfig) -> None:
         """Prepare the model's config before the checkpoint's files are looked up."""
@@ -93,7 +93,7 @@ def own_conversions(model: PreTrainedModel) -> list[WeightConverter | WeightRena
     """Return weight conversions of a model that Transformers does not list for its class.
 
     These merge experts that a checkpoint stores one by one (an adapter's `SEPARATE`). A text model
-    with `MULTIMODAL_TYPE` also gets that model type's conversions, except those of name prefixes.
+    with `MULTIMODAL_TYPE` also gets that type's conversions, except conversions of name prefixes.
     """
     whole_type = getattr(model, "MULTIMODAL_TYPE", None)
     known = [] if whole_type is None else get_checkpoint_conversion_mapping(whole_type) or []
@@ -113,7 +113,7 @@ def _separate_experts(model: PreTrainedModel) -> list[WeightConverter]:
 
 
 def target_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """Return the parameter's name for each tensor's name, by the model's weight conversions.
+    """Return {tensor's name: parameter's name}, according to the model's weight conversions.
 
     If several tensors form one parameter (the experts of a layer), all map to its name.
     """
@@ -163,12 +163,12 @@ def has_dynamic_cache(model: PreTrainedModel) -> bool:
 
 
 def is_empty_cache_layer(layer: object) -> bool:
-    """Tell whether a KV cache's layer is a dummy of a model layer without state (not in 5.17)."""
+    """Tell whether a KV cache's layer only stands for a model layer without state (not in 5.17)."""
     return type(layer).__name__ == "DummyLayer"
 
 
 def compresses_windows(layer: object) -> bool:
-    """Tell whether a cache's layer has compressed keys beside a sliding window.
+    """Tell whether a KV cache's layer has compressed keys beside a sliding window.
 
     True for DeepSeek-V4's layers, whose classes are in the model's own file (not in 5.17).
     """
@@ -176,7 +176,7 @@ def compresses_windows(layer: object) -> bool:
 
 
 def selects_by_head(layer: object) -> bool:
-    """Tell whether each KV head of a cache's layer selects its own positions by index keys.
+    """Tell whether each head of a KV cache's layer selects its own positions by index keys.
 
     True for MiniMax-M3's layers, whose classes are in the model's own file (not in 5.17).
     """
@@ -184,7 +184,7 @@ def selects_by_head(layer: object) -> bool:
 
 
 def keeps_prompt(layer: object) -> bool:
-    """Tell whether a cache's layer keeps the whole prompt, but only a window of decoded tokens.
+    """Tell whether a KV cache's layer keeps the whole prompt, but only a window of decoded tokens.
 
     True for Unlimited-OCR's layers, whose class is in the model's own file (not in 5.17).
     """
@@ -192,7 +192,7 @@ def keeps_prompt(layer: object) -> bool:
 
 
 def layers_again(config: PreTrainedConfig, layers: list[T]) -> list[T]:
-    """Return the layers that a forward runs again, once per additional pass, in order.
+    """Return the layers that a forward repeats after its first pass, in the order of execution.
 
     Inkling 2 loops like this; its code copies the KV cache's layers for each pass (not in 5.17).
     """
@@ -203,7 +203,7 @@ def layers_again(config: PreTrainedConfig, layers: list[T]) -> list[T]:
 
 
 def cache_layer_kinds(*names: str) -> tuple[type, ...]:
-    """Return the classes of cache layers with these names, as far as they exist (fewer in 5.17)."""
+    """Return Transformers' classes of KV cache layers with these names; 5.17 lacks some names."""
     return tuple(vars(cache_utils)[name] for name in names if name in vars(cache_utils))
 
 
@@ -215,7 +215,7 @@ def own_cache_class(model: PreTrainedModel) -> type[DynamicCache] | None:
 
 
 def forget_positions(cache: object) -> None:
-    """Delete the positions that Qwen4 stores on a cache, so that a prompt starts at 0 (5.17)."""
+    """Delete the positions that Qwen4 stores on a KV cache, so that a prompt starts at 0 (5.17)."""
     vars(cache).pop("position_ids", None)
 
 
@@ -223,8 +223,8 @@ def first_position_ids(model: PreTrainedModel, ids: Tensor, kwargs: dict[str, ob
     """Return the positions that `generate` gives a prompt's tokens (5.17 to today).
 
     Models with images keep in `rope_deltas` by how much a prompt's positions differ from its
-    length. A later forward without positions would add this to any prompt, so the old value is
-    restored.
+    length. A later forward without positions would add that difference to any prompt, so the old
+    value is restored.
     """
     noting = vars(getattr(model, "model", model))
     before = noting.get("rope_deltas")
@@ -280,10 +280,7 @@ def choose_no_implementation(config: PreTrainedConfig) -> None:
 
 
 def gating(module: ModelPart) -> Callable[[Tensor], Tensor]:
-    """Return the method that an experts module applies between its projections.
-
-    It has no public name (5.17 to today).
-    """
+    """Return an experts module's private method that applies the gate (5.17 to today)."""
     gate: Callable[[Tensor], Tensor] = module._apply_gate
     return gate
 
@@ -291,13 +288,13 @@ def gating(module: ModelPart) -> Callable[[Tensor], Tensor]:
 def dispensable_weights(model: PreTrainedModel) -> Collection[str]:
     """Return name patterns of weights that a checkpoint may lack.
 
-    Otherwise only Transformers' loader reads these patterns (5.17 to today).
+    Apart from Tandem, only Transformers' loader reads these patterns (5.17 to today).
     """
     return model._keys_to_ignore_on_load_missing or ()
 
 
 def ignore_in_files(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Let Transformers ignore these weights in a checkpoint's files without a warning.
+    """Make Transformers ignore the weights `names` in a checkpoint's files without a warning.
 
     5.17 to today; no public name.
     """
@@ -306,16 +303,16 @@ def ignore_in_files(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def parts_in_fp32(model: PreTrainedModel) -> Collection[str]:
-    """Return words; `from_pretrained` keeps weights whose names have one in fp32, in any dtype.
+    """Return words that mark weights which `from_pretrained` loads in fp32, whatever the dtype.
 
-    5.17 to today; no public name.
+    Such a word is a part of the weight's name. 5.17 to today; no public name.
     """
     return model._keep_in_fp32_modules_strict or ()
 
 
 @contextmanager
 def reference_warnings_held() -> Iterator[list[logging.LogRecord]]:
-    """Hold back Transformers' warnings about reference implementations; yield the list of them.
+    """Hold back Transformers' warnings about reference implementations; yield them as a list.
 
     For trials of operations that Tandem later computes itself. Transformers gives each warning once
     per process (since 5.2x), so the caller must repeat the warnings that prove true.
@@ -337,13 +334,13 @@ def reference_warnings_held() -> Iterator[list[logging.LogRecord]]:
 
 
 def repeat_warnings(held: Iterable[logging.LogRecord]) -> None:
-    """Log the warnings that were held back."""
+    """Log the warnings that `reference_warnings_held` has held back."""
     for record in held:
         logging.getLogger(record.name).handle(record)
 
 
 def image_tower(model: PreTrainedModel) -> ModelPart | None:
-    """Return the part of a model that merges image features into its embeddings; None: no part."""
+    """Return the module that merges image features into a model's embeddings; None: no module."""
     inner: ModelPart | None = getattr(model, "model", None)
     return inner if hasattr(inner, "get_image_features") else None
 
@@ -383,9 +380,10 @@ def model_of(
 def given_features(
     model: PreTrainedModel, features: ImageFeatures | None
 ) -> Iterator[dict[str, Tensor]]:
-    """Make a shallow copy of a model use `features`, not its tower; yield the forward's arguments.
+    """Make `model`, a shallow copy, use `features` in place of its tower inside the context.
 
-    Works with all versions: 5.23 has an argument for features, 5.17 has none.
+    Yields the arguments that a forward needs for this; without features, none. Works with all
+    versions: 5.23 has an argument for features, 5.17 has none.
     """
     if features is None:
         yield {}

@@ -46,7 +46,7 @@ DEFAULT_DENSE_FORMAT = "int8-g32"
 
 
 def plain_name(dtype: str | torch.dtype) -> str:
-    """Return a dtype's name in Tandem's form: "bfloat16" for torch's, "int4" for "INT4"."""
+    """Return a dtype's name in lower case without prefix: "bfloat16" for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.").lower()
 
 
@@ -54,7 +54,7 @@ def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | ExpertFormat | 
     """Return a torch dtype for "bf16" and the like, or a packed format for "int4" and the like.
 
     "q4_k+q6_k" names one format for the first projection and one for the second. "auto" gives None:
-    experts keep the dtype in which they are loaded.
+    experts keep the dtype in which they are loaded. Raises `ConfigError` for an unknown name.
     """
     name = plain_name(name)
     if name in ("auto", *_DTYPES):
@@ -67,7 +67,10 @@ def parse_expert_dtype(name: str | torch.dtype) -> torch.dtype | ExpertFormat | 
 
 
 def parse_dense_dtype(name: str) -> WeightFormat | None:
-    """Return the format of a `dense_dtype`; None for "none": linear layers stay as loaded."""
+    """Return the format of a `dense_dtype`; None for "none": linear layers stay as loaded.
+
+    "auto" gives `DEFAULT_DENSE_FORMAT`. Raises `ConfigError` for an unknown name.
+    """
     name = plain_name(name)
     if name == "none":
         return None
@@ -93,7 +96,7 @@ def stored_format(
 
 
 def parse_dtype(name: str | torch.dtype, *, field: str) -> torch.dtype | None:
-    """Return the torch dtype of "bf16", "float16", ...; None for "auto"."""
+    """Return the torch dtype of "bf16", "float16", ...; None for "auto"; else `ConfigError`."""
     name = plain_name(name)
     if name == "auto":
         return None
@@ -146,7 +149,7 @@ class OffloadConfig(OffloadOptions, QuantizationConfigMixin):  # type: ignore[mi
         self._require_grids()
 
     def _require_grids(self) -> None:
-        """Raise `ConfigError` if packed IQ2 or IQ3 weights are of a version that had no grids."""
+        """Raise `ConfigError` for IQ2 or IQ3 weights packed in a format version without grids."""
         if self.packed_format is None or self.packed_format >= _FIRST_WITH_GRIDS:
             return
         names = [self.expert_dtype, self.dense_dtype, *(self.expert_formats or ())]

@@ -35,7 +35,7 @@ class StoreFused(ConversionOps):  # type: ignore[misc]
         self.writer = writer
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Store the experts' tensors of {parameter name: tensor}; return it with placeholders."""
+        """Store experts of {parameter name: tensor}; return it with placeholders for them."""
         return {name: self._store(name, value) for name, value in input_dict.items()}
 
     def _store(self, name: str, value: Loaded | list[Loaded]) -> Loaded | list[Loaded]:
@@ -82,7 +82,7 @@ class StoreExpertwise(StoreFused):
         full_layer_name: str = "",
         **kwargs: object,
     ) -> dict[str, Tensor]:
-        """Store {source pattern: [one tensor per expert]} as one tensor; return its placeholder."""
+        """Store {source pattern: [tensor per expert]}; return {target pattern: placeholder}."""
         assert source_patterns is not None
         assert target_patterns is not None
         columns = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
@@ -100,7 +100,7 @@ class StoreExpertwise(StoreFused):
 
 
 class StoreStacked(StoreExpertwise):
-    """Moves experts into the host store from tensors in which their rows follow each other."""
+    """Moves experts to the host store from tensors in which the rows of all experts are stacked."""
 
     def __init__(self, writer: StoreWriter, *, are_transposed: bool) -> None:
         """Use `writer`, which finds the layer of a parameter and keeps errors.
@@ -118,7 +118,7 @@ class StoreStacked(StoreExpertwise):
         full_layer_name: str = "",
         **kwargs: object,
     ) -> dict[str, Tensor]:
-        """Store {source pattern: [tensor of all experts]} as one fused tensor of the layer."""
+        """Store {source pattern: [tensor of all experts]}; return {target pattern: placeholder}."""
         found = self.writer.find(full_layer_name)
         assert found is not None, f"{full_layer_name} is not a parameter of an experts module"
         columns: dict[str, list[Loaded]] = {}
@@ -132,7 +132,7 @@ class StoreStacked(StoreExpertwise):
 def adapter_conversions(
     model: PreTrainedModel, writer: StoreWriter
 ) -> list[WeightConverter | WeightRenaming]:
-    """Return conversions for the names and layouts of a model's tensors that only adapters know."""
+    """Return weight conversions for tensor names and layouts that only a model's adapters know."""
     found = own_conversions(model)
     for rows in stacked_rows(model):
         operations = [StoreStacked(writer, are_transposed=rows.are_transposed)]
@@ -151,7 +151,7 @@ class StorePacked(StoreFused):
         full_layer_name: str = "",
         **kwargs: object,
     ) -> dict[str, Tensor]:
-        """Adopt {packed name: [tensor]} in the layer; return placeholders for the parameters."""
+        """Make a layer use {packed name: [tensor]}; return {parameter name: placeholder}."""
         assert target_patterns is not None
         found = self.writer.find(full_layer_name)
         assert found is not None, f"{full_layer_name} is not a parameter of an experts module"
@@ -170,7 +170,7 @@ class StorePacked(StoreFused):
 
 
 class ReadSource(ConversionOps):  # type: ignore[misc]
-    """Dequantises weights of a source, for the model's own operations, which run afterwards."""
+    """Dequantises weights of a source for the model's own conversions, which run afterwards."""
 
     def convert(
         self, input_dict: dict[str, list[Loaded]], **kwargs: object

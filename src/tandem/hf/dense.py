@@ -90,7 +90,7 @@ def format_on_cpu(model: PreTrainedModel, dense_dtype: str) -> WeightFormat | No
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
-    """Whether a model's experts are quantised; for a dense model, whether linear layers are."""
+    """Whether a model has quantised experts; for a dense model, quantised linear layers."""
     runtime = runtime_of(model)
     if runtime is None or not len(runtime.store):
         kinds = (PackedLinear, DeviceLinear)
@@ -126,8 +126,9 @@ def pack_for_device(
 ) -> int:
     """Replace a model's linear layers by packed layers on a GPU; return the packed bytes.
 
-    The layers are packed on the host, one by one. Routers, embeddings, towers, layers that are read
-    by head, and layers at the paths `kept` stay as they are. Raises `ConfigError` without Triton.
+    The layers are packed on the host, one by one. Routers, embeddings, towers, layers that latent
+    attention reads by head, and layers at the paths `kept` stay as they are. Raises `ConfigError`
+    without Triton.
     """
     layers = (at for at in packable_layers(model, on_device=True) if at[0] not in kept)
     return _replace(model, layers, lambda dtype: fmt, place)
@@ -145,7 +146,10 @@ def _pack_here(model: PreTrainedModel, format_of: _FormatOf, threads: CpuThreads
 def _replace(
     model: nn.Module, layers: Iterable["LinearAt"], format_of: _FormatOf, place: Place
 ) -> int:
-    """Pack every layer for whose dtype `format_of` returns a format; return the packed bytes."""
+    """Replace layers by packed layers, and return the packed bytes.
+
+    `format_of` gives the format for a layer's dtype; None leaves the layer as it is.
+    """
     num_bytes = 0
     for path, parent, name, linear in list(layers):
         fmt, dtype = format_of(linear.weight.dtype), linear.weight.dtype
@@ -163,7 +167,7 @@ def _replace(
 
 
 def untie(model: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Keep Transformers from tying weights that layers of these `kinds` hold in another form.
+    """Stop Transformers from tying weights that layers of these `kinds` hold in packed form.
 
     A head that was tied to the embeddings stays a packed copy of them.
     """
@@ -201,7 +205,7 @@ def share_threads(model: nn.Module, threads: CpuThreads) -> None:
 
 
 def has_quantised_experts(store: Iterable[HostLayer]) -> bool:
-    """Whether some layers of a store are packed in eight bits or fewer."""
+    """Whether any MoE layer of a store is packed in eight bits or fewer."""
     return any(isinstance(x, PackedLayer) and _has_few_bits(x.layout.format) for x in store)
 
 
@@ -210,7 +214,7 @@ def _has_few_bits(fmt: WeightFormat) -> bool:
 
 
 def is_tower(path: str) -> bool:
-    """Whether a module belongs to a tower for images or sound."""
+    """Whether the module at a path belongs to a tower for images or sound."""
     return any(word in path for word in ("vision", "visual", "audio"))
 
 
@@ -219,7 +223,11 @@ LinearAt = tuple[str, nn.Module, str, nn.Linear]
 
 
 def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[LinearAt]:
-    """Yield every linear layer that packing serves, for the CPU or, if `on_device`, for a GPU."""
+    """Yield the linear layers that may be packed for the CPU or, if `on_device`, for a GPU.
+
+    Layers of routers, experts and towers, and small layers, are left out; for a GPU also grouped
+    layers, and layers that latent attention reads by head.
+    """
     least = _LEAST_ROWS * cast("ModelPart", model).config.get_text_config().hidden_size
     routers = router_layers(model)
     for above, parent in model.named_modules():
@@ -233,12 +241,12 @@ def packable_layers(model: nn.Module, *, on_device: bool = False) -> Iterator[Li
 
 
 def tied_weights(model: nn.Module) -> dict[str, str]:
-    """Return {name of a tied weight: name of the weight that it shares in Transformers}."""
+    """Return {name of a tied weight: name of the weight to which Transformers ties it}."""
     return getattr(model, "all_tied_weights_keys", {})
 
 
 def has_kernels() -> bool:
-    """Whether Triton is installed, whose kernels multiply by packed weights on a GPU."""
+    """Whether Triton is installed; its kernels multiply by packed weights on a GPU."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -248,7 +256,7 @@ def place_on(device: torch.device, threads: CpuThreads) -> Place:
 
 
 def on_cpu(threads: CpuThreads) -> Place:
-    """Return a function that builds packed layers that these CPU threads compute."""
+    """Return a function that builds packed layers, which `threads` compute on the CPU."""
     return lambda weight, dtype, order: PackedLinear(weight, threads, dtype, order)
 
 

@@ -30,7 +30,7 @@ def dense_bytes_with(model: PreTrainedModel, formats: Mapping[str, WeightFormat 
 
 
 def packed_dense_bytes(model: PreTrainedModel, dense_dtype: str) -> int:
-    """Return a model's bytes, apart from experts, after `pack_dense_layers`."""
+    """Return a model's bytes, without experts, as they will be after `pack_dense_layers`."""
     fmt = format_on_cpu(model, dense_dtype)  # None: as they are
     return dense_bytes_with(model, {f"{path}.weight": fmt for path, *_ in packable_layers(model)})
 
@@ -43,8 +43,9 @@ def short_memory(
     expert_memory_bytes: int | None,
     device_bytes: int | None,
 ) -> int | None:
-    """Return the free bytes of the memory that is too small for a model: GPU, else host; or None.
+    """Return the free bytes of the memory that is too small for a model; None: the model fits.
 
+    This is the GPU's memory or, if the GPU's suffices, the host's.
     `expert_memory_bytes` is the limit for experts, if the options set one. `device_bytes` are the
     free bytes of a GPU, if the dense parts are placed there.
     """
@@ -63,9 +64,10 @@ def layer_formats(
     *,
     on_device: bool,
 ) -> dict[str, WeightFormat]:
-    """Return the formats, by path, of the linear layers that will be packed.
+    """Return the formats, by path, of the linear layers and embeddings that will be packed.
 
-    `codes` has the formats that keep the codes of a quantised checkpoint, by weight.
+    `codes` has, by weight, the formats that keep a quantised checkpoint's codes. `on_device` says
+    that the linear layers are for a GPU.
     """
     fmt, is_auto = parse_dense_dtype(offload.dense_dtype), offload.dense_dtype == "auto"
     # A dense model keeps its codes, if it has any.
@@ -80,7 +82,10 @@ def layer_formats(
 
 
 def dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterator[tuple[str, int]]:
-    """Yield (name, bytes) of all but experts; `packed` has the formats of packed layers by path."""
+    """Yield (name, bytes) of a model's weights and buffers, except those of its experts.
+
+    `packed` maps the paths of packed layers to formats. Tied weights in the same form count once.
+    """
     experts = {id(p) for m in model.modules() if is_experts_module(m) for p in m.parameters()}
     in_fp32 = parts_in_fp32(model)
     seen: set[int] = set()
@@ -104,10 +109,10 @@ def dense_parts(model: nn.Module, packed: Mapping[str, WeightFormat]) -> Iterato
 
 
 def embedding_bytes(model: PreTrainedModel, packed: Mapping[str, WeightFormat]) -> tuple[int, bool]:
-    """Return the bytes of embeddings on the host, and whether a head has its own copy.
+    """Return the bytes of embeddings on the host, and whether a tied head has its own copy.
 
-    The bytes are 0 if a head that is tied to the embeddings is not packed, because both are then on
-    the GPU.
+    The bytes are 0 if the embeddings must be on the GPU: a head that is tied to them is not packed,
+    or their forward does more than `is_packable_embedding` allows.
     """
     embeddings = model.get_input_embeddings()
     path = next(path for path, module in model.named_modules() if module is embeddings)
@@ -121,6 +126,6 @@ def embedding_bytes(model: PreTrainedModel, packed: Mapping[str, WeightFormat]) 
 
 
 def device_bytes(model: PreTrainedModel, packed: Mapping[str, WeightFormat]) -> int:
-    """Return the bytes of dense parts on a GPU: all but embeddings that stay on the host."""
+    """Return the bytes of the dense parts on a GPU, without embeddings that stay on the host."""
     on_host, is_head_apart = embedding_bytes(model, packed)
     return sum(size for _, size in dense_parts(model, packed)) - (0 if is_head_apart else on_host)

@@ -1,7 +1,8 @@
 """Keeps the codes of a quantised checkpoint's linear layers, and packs them as they are read.
 
-For `dense_dtype` "auto", on the CPU and on a GPU with Triton. A layer whose codes no packed format
-holds exactly is dequantised and packed again, like layers that the checkpoint has not quantised.
+Tandem does this for `dense_dtype` "auto", on the CPU and on a GPU with Triton. A layer whose
+codes no packed format holds exactly is dequantised and packed again, like layers that the
+checkpoint has not quantised.
 """
 
 from collections import defaultdict
@@ -29,8 +30,9 @@ def quantised_layers(
 ) -> dict[str, WeightFormat | None]:
     """Return, by weight, the format that holds a quantised linear layer's codes; None: no format.
 
-    `targets` maps the source's names to parameters. Embeddings are included. `are_apart` says that
-    embeddings stay on the host and layers are on a GPU; then only input embeddings are included.
+    `targets` maps the source's names to parameters. Embeddings are included, too. `are_apart` says
+    that embeddings stay on the host and layers are on a GPU; then no embeddings but the input
+    embeddings are included.
     """
     by_parameter: dict[str, list[StoredWeight]] = defaultdict(list)
     for name, weight in source.weights.items():
@@ -56,7 +58,7 @@ def _embeddings(
     heads: Mapping[str, WeightFormat | None],
     tied: Mapping[str, str],
 ) -> dict[str, WeightFormat | None]:
-    """Return, by weight, the formats of embeddings whose rows can be read from codes.
+    """Return, by weight, the formats of embeddings whose rows can be read from their codes.
 
     Embeddings tied to a head are included only if the head keeps its codes too.
     """
@@ -77,10 +79,10 @@ def _format_of(weights: list[StoredWeight], parameter: Tensor) -> WeightFormat |
 
 
 class DenseCodes:
-    """Collects the codes of linear layers while a checkpoint is read, then replaces the layers."""
+    """Collects codes of layers and embeddings while a checkpoint is read, then replaces both."""
 
     def __init__(self) -> None:
-        """Keep no codes until `expect` names the weights."""
+        """Start without weights whose codes are kept; `expect` names them."""
         self._formats: dict[str, WeightFormat] = {}
         self._tied: dict[str, str] = {}
         self._matrices: dict[str, PackedMatrix] = {}
@@ -88,7 +90,7 @@ class DenseCodes:
         """The input order of each weight whose columns the checkpoint reorders."""
 
     def expect(self, formats: Mapping[str, WeightFormat | None], tied: Mapping[str, str]) -> None:
-        """Set the weights whose codes are kept, with their formats; None: values are read instead.
+        """Set, by weight, the format in which `take` keeps codes; None: `take` returns values.
 
         `tied` maps a weight to the weight that it shares, such as a head's to the embeddings'.
         """
@@ -141,7 +143,10 @@ class DenseCodes:
         return torch.empty(0, dtype=tensor.dtype, device="cpu")
 
     def put_in(self, model: PreTrainedModel, threads: CpuThreads, place: Place) -> None:
-        """Put packed layers where codes were kept; `place` builds all of them but embeddings."""
+        """Replace the layers and embeddings whose codes were kept by packed modules.
+
+        `place` builds the linear layers. Embeddings stay on the host, where `threads` read them.
+        """
         for parameter, matrix in self._matrices.items():
             path = parameter.removesuffix(".weight")
             module, (above, _, name) = model.get_submodule(path), path.rpartition(".")

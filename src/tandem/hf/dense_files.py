@@ -26,7 +26,7 @@ class StoredLinear(nn.Module):
     """A placeholder for a packed linear layer or embedding while the checkpoint is read."""
 
     def __init__(self, linear: nn.Linear | nn.Embedding, fmt: WeightFormat) -> None:
-        """Add the parameter that receives the bytes of `linear`, with which the model was built."""
+        """Add a parameter for the packed bytes of `linear`, the layer to be replaced."""
         super().__init__()
         rows, cols = linear.weight.shape
         self.shape = (rows, cols)
@@ -43,9 +43,9 @@ class StoredLinear(nn.Module):
         setattr(self, TENSOR_NAME, nn.Parameter(place, requires_grad=False))
 
     def packed(self, place: Place, threads: CpuThreads) -> nn.Module:
-        """Return the packed layer, with its own memory, once the bytes have been read.
+        """Return the packed layer, with its own memory; the bytes must have been read.
 
-        Embeddings stay on the host, where `threads` read them.
+        `place` builds linear layers. Embeddings stay on the host, where `threads` read their rows.
         """
         stored = self.get_parameter(TENSOR_NAME)
         matrix = PackedMatrix.empty(*self.shape, self.format)
@@ -93,7 +93,7 @@ def take_stored_layers(model: nn.Module, place: Place, threads: CpuThreads) -> N
 
 
 def stored_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the tensors of bytes for all packed layers by name, each as a list of its parts."""
+    """Return, by name in a file, the bytes of each packed layer as a list of tensors to join."""
     return {
         f"{path}.{TENSOR_NAME}": [
             part.view(torch.uint8) for part in _parts(stored.matrix, stored.bias)
@@ -107,7 +107,10 @@ _AnyPacked = PackedLinear | PackedEmbedding | DeviceLinear
 
 
 def _stored(layer: _AnyPacked) -> DenseWeight:
-    """Return a layer's weight as files store it: packed again if it has an input order."""
+    """Return a layer's weight as files store it, with columns in the order of the inputs.
+
+    A layer with an input order is packed again for this, in `DEFAULT_DENSE_FORMAT`.
+    """
     if isinstance(layer, PackedEmbedding):
         return layer.packed
     weight = layer.on_host() if isinstance(layer, DeviceLinear) else layer.packed
@@ -152,5 +155,5 @@ def dense_formats_of(model: nn.Module) -> tuple[str, dict[str, str]]:
 
 
 def _parts(matrix: PackedMatrix, bias: Tensor | None) -> list[Tensor]:
-    """Return a packed layer's data, scales and bias, if it has them, in the file's order."""
+    """Return a packed layer's data, scales and bias in the file's order, without missing ones."""
     return [part for part in (matrix.data, matrix.scales, bias) if part is not None]

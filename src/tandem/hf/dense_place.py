@@ -22,7 +22,7 @@ _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def dense_device(config: OffloadConfig, device_map: object) -> torch.device:
-    """Return the device of the dense parts: by the device map, or without one by the options.
+    """Return the device of the dense parts: from `device_map`; if that is None, from `config`.
 
     Raises `ConfigError` if `device_map` names several devices, or none that can hold the dense
     parts, and `CapacityError` if the GPU is missing.
@@ -83,7 +83,7 @@ def is_kept_on_host(model: PreTrainedModel, embeddings: nn.Module) -> bool:
 
 
 def keep_embeddings_on_host(model: PreTrainedModel, device: torch.device) -> None:
-    """Keep a model's embeddings on the host if possible; tokens' rows are copied to the device."""
+    """Keep embeddings on the host if possible; a call will copy its tokens' rows to `device`."""
     embeddings = model.get_input_embeddings()
     if is_kept_on_host(model, embeddings):
         copy_out_of_files(embeddings)
@@ -93,9 +93,11 @@ def keep_embeddings_on_host(model: PreTrainedModel, device: torch.device) -> Non
 
 
 def _places(config: OffloadConfig, device_map: object) -> set[object]:
-    """Return a device map's devices; "auto" and the like mean the GPU, or the CPU without one.
+    """Return the places that a device map names; without a map, the place that `config` implies.
 
-    An emulated device reads the model's state in host memory, so the dense parts stay there.
+    "auto" and the like mean the GPU, or the CPU if there is no GPU. In both
+    cases an emulated device has the CPU as its place: the device reads the model's state in host
+    memory.
     """
     if isinstance(device_map, str) and device_map in _AUTOMATIC:
         has_gpu = config.device == "cpu" and torch.cuda.is_available()
@@ -108,7 +110,10 @@ def _places(config: OffloadConfig, device_map: object) -> set[object]:
 
 
 def _find_device(place: object) -> torch.device | None:
-    """Return the device of a device map's entry, a GPU with its index; None: it names no device."""
+    """Return the device that an entry of a device map names, a GPU with its index.
+
+    Returns None for the meta device, and if the entry names no device.
+    """
     try:
         if isinstance(place, int) and not isinstance(place, bool):
             return torch.device("cuda", place)

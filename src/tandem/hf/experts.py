@@ -45,7 +45,7 @@ def is_experts_module(module: nn.Module) -> bool:
 
 
 def num_spare_experts(module: ModelPart) -> int:
-    """Return how many experts without weights a module's tensors have entries for; usually 0."""
+    """Return how many entries of a module's tensors are for experts without weights; mostly 0."""
     return int(getattr(module, "num_spare_experts", 0))
 
 
@@ -61,7 +61,7 @@ def bind_all(bound: Bound, executor: Executor) -> None:
 
 
 def expert_functions(experts: nn.Module) -> ExpertFunctions:
-    """Return a module's functions around its projections: gating or activation, and the norm."""
+    """Return an experts module's gating or activation, and the norm that follows its experts."""
     module = cast("ModelPart", experts)
     has_post_norm = getattr(module, "has_post_expert_norm", False)  # Transformers 5.17 lacks it
     activate = _unbound(gating(module)) if module.has_gate else module.act_fn

@@ -30,7 +30,7 @@ def model_identity(model: PreTrainedModel) -> str:
 
 
 def _first_rows(embedding: ModelPart) -> Tensor:
-    """Return embeddings' weight; of a `PackedEmbedding`, only the first rows are unpacked."""
+    """Return embeddings' weight; for a `PackedEmbedding`, unpack and return only the first rows."""
     if not hasattr(embedding, "rows"):
         weight: Tensor = embedding.weight
         return weight

@@ -1,6 +1,6 @@
 """Finds the importance for rounding weights while a model loads.
 
-It is in a named file, or in the file of an importance that was collected earlier for the model.
+The options name its file, or say "auto" for the file that `tandem importance` keeps for the model.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ def kept_importance(checkpoint: AnyCheckpoint, cache_path: Path) -> Path:
 def importance_file(path: str | None, checkpoint: AnyCheckpoint, cache_path: Path) -> Path | None:
     """Return the file that an option names, or for "auto" the one kept for the checkpoint's model.
 
-    Returns None without the option. Raises `ConfigError` if the file does not exist, or if the
-    checkpoint is packed.
+    Returns None if `path`, the option, is None. Raises `ConfigError` if the file does not exist, or
+    if the checkpoint is packed.
     """
     if path is None:
         return None
@@ -72,7 +72,7 @@ def given_importance(offload: OffloadConfig) -> Importance | None:
 
 
 def weigh_by(importance: Importance, model: PreTrainedModel, runtime: Runtime) -> None:
-    """Make the rounding of a model's weights use `importance`; call it before they are read.
+    """Use `importance` for rounding a model's weights; must be called before they are read.
 
     Raises `ConfigError` if the importance belongs to another model.
     """

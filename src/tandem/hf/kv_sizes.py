@@ -87,12 +87,12 @@ def kv_sizes_of(config: PreTrainedConfig, dtype: torch.dtype, *, latents: int = 
 
 
 def ring_size(window: int) -> int:
-    """Return how many positions the ring of a layer with this window has per slot."""
+    """Return the number of positions in a slot's ring for a layer with this window."""
     return whole_granules(window + MARGIN_TOKENS)
 
 
 def whole_granules(num_tokens: int) -> int:
-    """Return a number of tokens, rounded up to the step by which slots grow."""
+    """Return `num_tokens`, rounded up to a multiple of the step by which slots grow."""
     return -(-num_tokens // GRANULE_TOKENS) * GRANULE_TOKENS
 
 

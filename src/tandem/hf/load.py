@@ -124,9 +124,10 @@ def load_checkpoint(
 
 
 def files_read_along(checkpoint: Checkpoint, num_layers: int | None = None) -> list[Path]:
-    """Return the files to read ahead while a model loads; none with `num_layers`, or without room.
+    """Return the files to read ahead while a model loads.
 
-    The experts of a packed checkpoint are read later, into slots or the page cache.
+    The list is empty if `num_layers` is given, or if the files exceed free memory. It lacks the
+    experts of a packed checkpoint, which are read later, into slots or the page cache.
     """
     files = checkpoint.weight_files
     if checkpoint.is_packed:
@@ -245,7 +246,7 @@ def open_foreign(
 
 
 def class_of(config: PreTrainedConfig) -> Any:
-    """Return the model class for a config: the class in its `architectures`, or the causal LM."""
+    """Return the class that a config's `architectures` names, else the causal LM of its type."""
     named = _named_class(value_of(config, "architectures"))
     if named is not None:
         return named
@@ -278,7 +279,7 @@ def _as_transformers(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
-    """Cut a config's text model, and its per-layer lists, to the first layers."""
+    """Cut a config's text part, also its lists per layer, to the first `num_layers` layers."""
     text = config.get_text_config()
     name = _name_of_count(text)
     total = value_of(text, name)
@@ -292,15 +293,15 @@ def keep_first_layers(config: PreTrainedConfig, num_layers: int) -> None:
 def _name_of_count(text: PreTrainedConfig) -> str:
     """Return the config attribute that holds the number of layers, as tensor names number them.
 
-    This is usually `num_hidden_layers`. LongCat's counts attentions, two for each layer, and its
-    `num_layers` counts the layers.
+    This is `num_hidden_layers` except for LongCat, whose `num_hidden_layers` counts attentions, two
+    for each layer, and whose `num_layers` counts the layers.
     """
     declared = {field.name for field in dataclasses.fields(text)}
     return "num_layers" if "num_layers" in declared else "num_hidden_layers"
 
 
 def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return a checkpoint's Transformers config; `ModelError` if the tensors are too few for it.
+    """Return a checkpoint's config; `ModelError` if its model needs more tensors than there are.
 
     Attention and experts functions that the config names are ignored: Transformers would fetch
     missing ones from the hub.
@@ -317,7 +318,10 @@ def own_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def _require_size(checkpoint: Checkpoint, config: PreTrainedConfig) -> None:
-    """Raise `ModelError` if the tensors are too few for the model, built on the meta device."""
+    """Raise `ModelError` if a checkpoint's tensors are too few for the model of a config.
+
+    Builds the model on the meta device, to count its weights.
+    """
     where, held = f"{checkpoint.directory}/config.json", checkpoint.held
     text = config.get_text_config()
     require_top_k(where, text.to_dict())  # including keys that the file omits
@@ -355,7 +359,7 @@ def require_packed_dtype(checkpoint: Checkpoint, offload: OffloadConfig) -> None
 
 
 def _named_class(architectures: Iterable[str] | None) -> type[PreTrainedModel] | None:
-    """Return the first of the named classes that Transformers has; None if it has none.
+    """Return the first class of `architectures` that Transformers has; None: it has no such class.
 
     A config names the class of the whole model, so that multimodal models stay whole.
     """

@@ -36,8 +36,8 @@ class StoreWriter:
         """Names of the parameters to load as a source's codes, without rounding."""
         self.dense = DenseCodes()
         self.bytes_to_forget = 0
-        """Bytes of quantised experts to drop from the page cache: as many as do not fit beside the
-        model."""
+        """How many bytes of the source's files to drop from the page cache, because memory cannot
+        hold them beside the model."""
         self.error: TandemError | None = None
         self._sink = sink
 
@@ -47,7 +47,10 @@ class StoreWriter:
         return self
 
     def find(self, parameter: str) -> tuple[HostLayer, str] | None:
-        """Return (layer, tensor name) of a parameter such as `layers.3.mlp.experts.down_proj`."""
+        """Return (layer, tensor name) of a parameter such as `layers.3.mlp.experts.down_proj`.
+
+        Returns None for a parameter that does not belong to an expert.
+        """
         module, _, tensor_name = parameter.rpartition(".")
         layer = self.layers.get(module)
         return (layer, tensor_name) if layer and tensor_name in layer.arrivals.shapes else None
@@ -55,19 +58,20 @@ class StoreWriter:
     def needs_nothing(self, layer: HostLayer) -> bool:
         """Whether a layer's tensors can stay unread.
 
-        With a sink, they can if an earlier run has packed the layer or this run has failed.
+        Without a sink, they cannot. With a sink, they can if an earlier run has packed the layer or
+        this run has failed.
         """
         if self._sink is None:
             return False
         return self.error is not None or layer.arrivals.is_complete
 
     def note_stored(self, layer: HostLayer) -> None:
-        """Pass a layer that has become complete to the sink."""
+        """If a layer is complete and there is a sink, pass the layer to the sink."""
         if self._sink is not None and layer.arrivals.is_complete:
             self._sink.take(layer)
 
     def forgets(self, read: Iterable[Loaded]) -> bool:
-        """Whether to drop these tensors' pages after reading; then lowers `bytes_to_forget`.
+        """Tell whether to drop these tensors' pages after reading; if so, lower `bytes_to_forget`.
 
         Pages of other tensors stay cached, so that the next start need not read them from the disk.
         """
@@ -84,7 +88,7 @@ class StoreWriter:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class LoadJob:
-    """The options of loading one model, what is read, and where tensors go."""
+    """The options of loading one model, what to read, and where the tensors go."""
 
     options: OffloadConfig
     source: Source | None = None
@@ -96,7 +100,7 @@ class LoadJob:
     device: torch.device | None = None
     """The final device of the dense parts; None: as options and device map say."""
     is_read_afterwards: bool = False
-    """Whether the caller reads the pages of a packed checkpoint into memory."""
+    """Whether the caller will read a packed checkpoint's pages; otherwise the quantizer does."""
     writer: StoreWriter = field(init=False)
     importance: Importance | None = field(init=False)
     """The importance of inputs for rounding weights; None: all inputs count the same."""
@@ -107,7 +111,7 @@ class LoadJob:
 
     @classmethod
     def present(cls, options: OffloadConfig) -> "LoadJob":
-        """Return the job that is under way; a new job in a user's own `from_pretrained`."""
+        """Return the job under way; else, for a user's own `from_pretrained`, a new job."""
         return _PRESENT.get() or cls(options=options)
 
     @contextmanager

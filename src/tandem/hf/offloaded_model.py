@@ -27,7 +27,7 @@ class OffloadedModel:
     """Methods of every model that Tandem has loaded; they override those of the model's class."""
 
     def close(self) -> None:
-        """Free the experts' memory and end their threads. May be called twice.
+        """Free the experts' memory and end their threads; a second call does nothing.
 
         The model cannot run afterwards. Closing is not needed once the model's last reference is
         gone.

@@ -41,7 +41,7 @@ class UnpackedWeight(Tensor):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        """Run an operation on the unpacked values."""
+        """Run an operation with the unpacked values in place of each `UnpackedWeight`."""
         args, kwargs = with_values((args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -51,12 +51,12 @@ class UnpackedWeight(Tensor):
 
 
 def with_values(arguments: T) -> T:
-    """Return an operation's arguments with weights unpacked, also inside nested lists."""
+    """Return arguments with each `UnpackedWeight` unpacked, also inside nested lists."""
     return mapped(lambda x: x.values() if isinstance(x, UnpackedWeight) else x, arguments)
 
 
 class PackedModule(nn.Module):
-    """Base of packed linear layers and embeddings: a module whose weight is packed."""
+    """Base class of packed linear layers and embeddings."""
 
     def __init__(self, weight: DenseWeight, threads: CpuThreads, dtype: torch.dtype) -> None:
         """Hold a weight and the threads that compute with it; `dtype` is the replaced layer's."""
@@ -107,7 +107,7 @@ class PackedLinear(PackedModule):
         self.groups: list[DenseWeight] = []  # groups of rows with inputs of their own
 
     def cut(self, num_groups: int) -> None:
-        """Split the rows into groups, each with its own input; see `multiply_by_group`."""
+        """Split the weight's rows into groups, each with its own input; see `multiply_by_group`."""
         each = self.out_features // num_groups
         self.groups = [self.packed.rows_at(i * each, each) for i in range(num_groups)]
 
@@ -163,7 +163,7 @@ class PackedEmbedding(PackedModule):
         return rows if self.scale is None else rows * self.scale
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """Return rows of the weight: (...) int64 -> (..., embedding_dim)."""
+        """Return the weight's rows `numbers`: (...) int64 -> (..., embedding_dim)."""
         dtype = self.dtype if self.dtype in VALUE_DTYPES else torch.float32
         rows = opaque(ROWS, read_rows, self.threads, self.packed, dtype, numbers)
         return rows.to(self.dtype)
@@ -183,7 +183,7 @@ def embedding_scale(module: nn.Embedding) -> Tensor | None:
 def read_rows(
     threads: CpuThreads, weight: DenseWeight, dtype: torch.dtype, numbers: Tensor
 ) -> Tensor:
-    """Return rows of a packed matrix by number in `dtype`, one of `VALUE_DTYPES`.
+    """Return the rows `numbers` of a packed matrix in `dtype`, one of `VALUE_DTYPES`.
 
     (...) int64 -> (..., in_features).
     """

@@ -1,8 +1,8 @@
 """Reads a packed checkpoint into memory: first the dense parts, which are packed, then experts.
 
-Packing linear layers takes memory, and afterwards their file is not needed. Experts that were read
-before would be evicted again if memory is short. A user's own `from_pretrained` packs no further
-layers, and maps the pages as they are.
+Packing linear layers takes memory, and afterwards their file is not needed. If memory is short and
+experts were read first, the system would drop their pages again. For a user's own `from_pretrained`
+no further layers are packed, and the pages are mapped as they are.
 """
 
 import warnings
@@ -45,8 +45,8 @@ def read_packed(
 
     `assemble` must pack the dense parts, then call its argument, which reads the experts, and then
     start running experts. If the files do not fit, or `expert_memory` is given, experts stay on the
-    disk, with slots in memory; for files that do not fit, a warning says so. Files of tables that
-    stay on the disk are not read.
+    disk, with host slots in memory; if the files do not fit, a warning says so. Files of tables
+    that stay on the disk are not read.
     """
     places = [table.place for table in tables_on_disk(model)]
     on_disk = {part.file for place in places for part in place.parts}
@@ -98,7 +98,7 @@ def _warn_of_mapped(checkpoint: Checkpoint, total: int, available: int) -> None:
 
 
 def verify_files(checkpoint: AnyCheckpoint, *, has_progress: bool | None = None) -> int:
-    """Verify a packed checkpoint's files against their checksums; return how many were read.
+    """Verify a packed checkpoint's files against their checksums; return the number of files read.
 
     Raises `ModelError` naming the first damaged file and tensor; returns 0 for a checkpoint without
     checksums. A check of more than two seconds shows a bar (by default, if Transformers shows
@@ -118,7 +118,8 @@ def verify_files(checkpoint: AnyCheckpoint, *, has_progress: bool | None = None)
 def map_packed(model: PreTrainedModel, options: OffloadConfig) -> None:
     """Map all pages of a model whose files `from_pretrained` has mapped, reading missing pages.
 
-    If the pages do not fit in memory, experts stay on the disk as in `read_packed`.
+    If the pages do not fit in memory, or `expert_memory` is given, experts stay on the disk as in
+    `read_packed`.
     """
     tensors = _mapped_tensors(model)
     total, available = sum(tensor.nbytes for tensor in tensors), available_bytes()
@@ -142,7 +143,7 @@ def _mapped_tensors(model: PreTrainedModel) -> list[Tensor]:
 
 
 def copy_dense_parts(model: PreTrainedModel) -> bool:
-    """Copy the dense parts out of their file if linear layers are packed; return whether any is."""
+    """Copy the dense parts out of their file if a linear layer is packed; return whether one is."""
     if not any(packed_layers(model)):
         return False
     copy_out_of_files(model)

@@ -32,7 +32,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class PackedWriter:
-    """Writes files of tensors into a directory, and at the end the checkpoint's other files."""
+    """Writes a packed checkpoint's tensor files; `finish` adds the index and the configs."""
 
     def __init__(self, directory: Path) -> None:
         """Prepare to write into `directory`, which must exist."""
@@ -92,7 +92,10 @@ class FileSink:
     """Writes complete layers to files, and reuses the files that an earlier run has written."""
 
     def __init__(self, directory: Path, identity: str, on_progress: OnProgress) -> None:
-        """Continue an earlier run of the same `identity` (source and options), else start over."""
+        """Read the progress of an earlier run in `directory`, if it has the same `identity`.
+
+        `identity` stands for the source and the options.
+        """
         self._files, self._identity, self._on_progress = (
             PackedWriter(directory), identity, on_progress,
         )  # fmt: skip
@@ -143,13 +146,13 @@ class FileSink:
         self._writing = self._pool.submit(self._write, layer)
 
     def close(self) -> None:
-        """Wait for the writing to end."""
+        """Wait until the layer in progress is written; end the writing thread."""
         self._pool.shutdown()
 
     def finish(self, model: PreTrainedModel) -> int:
-        """Write what remains, when all layers are written; return the bytes of all tensors.
+        """Wait for the last layer, write all other files, and return the bytes of all tensors.
 
-        That is the dense parts, the tables of rows, the index and the configs.
+        The other files hold the dense parts, the tables of rows, the index and the configs.
         """
         self._wait()
         self._files.write_dense(model)
@@ -161,7 +164,7 @@ class FileSink:
             self._writing.result()
 
     def _write(self, layer: HostLayer) -> None:
-        """Write a layer to its file, and make the layer read from that file."""
+        """Write a layer to its file; replace the layer's tensors by views of the mapped file."""
         try:
             self._files.write_experts(layer)
             self._write_progress()
@@ -201,7 +204,7 @@ def _layer_tensors(layer: HostLayer) -> dict[str, Tensor]:
 
 
 def _dense_tensors(model: PreTrainedModel, tables: Collection[str]) -> dict[str, Parts]:
-    """Return the state dict without experts and tables of rows; packed layers in stored form.
+    """Return the state dict without experts and tables of rows, and with packed layers as stored.
 
     Of tied tensors only the first is included, because loading ties them again.
     """

@@ -81,7 +81,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         self._writer = self._job.writer
         self.runtime = Runtime(quantization_config, HostStore(), layers=self._writer.layers)
         self._targets: dict[str, str] = {}
-        """By tensor name in the source, the parameter that the tensor belongs to."""
+        """For each tensor's name in the source, the name of the parameter that it belongs to."""
         self._from_source: set[str] = set()
         self._own_conversions: list[WeightConverter | WeightRenaming] = []
         """Conversions of names and layouts that only adapters know."""
@@ -104,9 +104,9 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def announce_layers(self, model: PreTrainedModel) -> dict[str, ModelPart]:
         """Find a model's experts modules, and announce a layer in the store for each.
 
-        Returns the modules by name, without modules tied to others; empty for a dense model. Raises
-        `UnsupportedModelError` for experts in other modules, and `ConfigError` for options that
-        need experts.
+        Returns the modules by name, without modules tied to other modules; empty for a dense model.
+        Raises `UnsupportedModelError` for experts in other modules, and `ConfigError` for options
+        that need experts.
         """
         put_on_interface(model)
         self._own_conversions = adapter_conversions(model, self._writer)
@@ -172,7 +172,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
     def _begin(
         self, sink: LayerSink, model: PreTrainedModel, experts: dict[str, ModelPart]
     ) -> None:
-        """Tell the sink the expected bytes; let it complete layers that an earlier run packed."""
+        """Tell a sink the expected bytes, and let it complete layers that an earlier run packed."""
         store = self.runtime.store
         tables = sum(table.weight.nbytes for table in row_tables(model).values())
         sink.begin(store.expected_bytes(source_dtype_of(experts, model.dtype)), tables)
@@ -208,7 +208,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
             warn_of_tables(model, short)
 
     def _entries(self, files: object) -> Mapping[str, TensorEntry]:
-        """Return the checkpoint's tensors; `files` are the files that Transformers will read."""
+        """Return the checkpoint's tensors by name: the job's, else those in the list `files`."""
         known = self._job.entries
         return entries_of(files if isinstance(files, list) else ()) if known is None else known
 
@@ -275,11 +275,14 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
         return super().get_new_dtype(converter, param, dtype)
 
     def get_quantize_ops(self) -> StoreFused:
-        """Return the operation that receives each fused expert tensor."""
+        """Return the operation that receives fused experts, and dense weights of a source."""
         return StoreFused(self._writer)
 
     def rewrite_conversions(self, conversions: list[object]) -> list[object]:
-        """Store separate experts one by one, without a merge; map packed names to `StorePacked`."""
+        """Return conversions that store separate experts one by one, without a merge.
+
+        For a packed checkpoint, return only conversions that map packed names to `StorePacked`.
+        """
         if self.pre_quantized:
             # Longest first, because Transformers 5.17 also finds "down_proj" in "down_proj_bias".
             names = sorted(TENSOR_NAMES, key=len, reverse=True)
@@ -340,7 +343,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Raise `ConfigError`: on False, Transformers' Trainer would send users to Transformers."""
+        """Raise `ConfigError`; on False, Transformers' Trainer would send users to Transformers."""
         raise ConfigError(
             "a model that Tandem computes cannot be trained, nor can adapters on it: no gradients "
             "come through experts and packed layers; train the model as Transformers loads it, "
@@ -349,7 +352,7 @@ class OffloadQuantizer(QuantizerHooks, HfQuantizer):  # type: ignore[misc]
 
 
 def _tied_to(model: PreTrainedModel, name: str) -> str:
-    """Return the module whose experts the module `name` uses: nearly always `name` itself."""
+    """Return the name of the module whose experts `name` uses: nearly always `name` itself."""
     return tied_weights(model).get(own := f"{name}.down_proj", own).rpartition(".")[0]
 
 
@@ -358,7 +361,10 @@ def _named(model: PreTrainedModel) -> str:
 
 
 def _require_no_experts(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` if a model without experts modules has other experts."""
+    """Raise `UnsupportedModelError` if a model's config counts experts.
+
+    Must be called only for a model without experts modules.
+    """
     # Configs count experts under many names; all of them contain this word.
     values = vars(model.config.get_text_config()).items()
     if max((v for k, v in values if "experts" in k and isinstance(v, int)), default=0) > 1:

@@ -33,9 +33,10 @@ def router_layers(model: nn.Module) -> set[nn.Module]:
 
 
 def _scores(part: nn.Module, experts: ModelPart) -> bool:
-    """Whether part of a block ends in a matrix with as many rows as there are experts.
+    """Whether the last matrix of a block's part has one row per expert, as a router's has.
 
-    There may be more rows: for experts without weights, or for the choice of no expert (ZAYA).
+    The matrix may have further rows: for experts without weights, or for the choice of no expert
+    (ZAYA).
     """
     count = getattr(experts, "num_experts", None) or len(experts.down_proj)
     spare = num_spare_experts(experts) or 1

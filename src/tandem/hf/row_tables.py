@@ -1,8 +1,8 @@
 """Leaves tables of rows on the disk: large embeddings of which a token reads only a few rows.
 
-The embeddings are of n-grams or per layer. The tables stay on the disk if memory cannot hold the
-whole model. A call reads the rows that its tokens need from the checkpoint's files, all at once
-(`csrc/disk`).
+The embeddings belong to n-grams, or to single layers. The tables stay on the disk if memory cannot
+hold the whole model. A call reads the rows that its tokens need from the checkpoint's files, all at
+once (`csrc/disk`).
 """
 
 import re
@@ -38,7 +38,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class TablePlace:
-    """Where the rows of a table are in files: its parts, in order."""
+    """The place of a table's rows in files: tensors that contain the rows one after another."""
 
     parts: tuple[TensorEntry, ...]
 
@@ -59,7 +59,7 @@ class TablePlace:
         return parts, self.parts[0].shape[1] * self.dtype.itemsize
 
     def tensors(self) -> list[Tensor]:
-        """Return the parts as read-only mapped tensors, to copy from; raises `ModelError`."""
+        """Return the parts as read-only mapped tensors; `ModelError` if a file cannot be read."""
         try:
             maps = [
                 np.memmap(part.file, np.uint8, "r", offset=part.first, shape=(part.num_bytes,))
@@ -83,7 +83,10 @@ class DiskEmbedding(nn.Module):
     def __init__(
         self, replaced: nn.Embedding, place: TablePlace, tables: _native.RowTables, number: int
     ) -> None:
-        """Replace `replaced`; its rows are at `place`, and are table `number` of `tables`."""
+        """Take over the settings of `replaced`, whose rows are at `place`.
+
+        In `tables`, which reads the rows, they are the table `number`.
+        """
         super().__init__()
         self.num_embeddings, self.embedding_dim = replaced.num_embeddings, replaced.embedding_dim
         self.padding_idx = replaced.padding_idx
@@ -121,7 +124,7 @@ def _read(
 def room_for_rows(
     tables: _native.RowTables, number: int, width: int, dtype: torch.dtype, ids: Tensor
 ) -> Tensor:
-    """Return memory for the result of a `DISK_ROWS` call, on the device of `ids`."""
+    """Return an empty tensor for the result of a `DISK_ROWS` call, on the device of `ids`."""
     return torch.empty((*ids.shape, width), dtype=dtype, device=ids.device)
 
 
@@ -183,7 +186,7 @@ def leave_on_disk(model: PreTrainedModel, entries: Mapping[str, TensorEntry]) ->
 
 
 def warn_of_tables(model: PreTrainedModel, free_bytes: int) -> None:
-    """Warn about the tables that stay on the disk, if any."""
+    """If tables stay on the disk, warn, and say that `free_bytes` of memory are free."""
     tables = tables_on_disk(model)
     if not tables:
         return
@@ -212,7 +215,7 @@ def entries_of(files: Iterable[str]) -> dict[str, TensorEntry]:
 def _places(
     model: PreTrainedModel, tables: Mapping[str, nn.Embedding], entries: Mapping[str, TensorEntry]
 ) -> dict[str, TablePlace]:
-    """Return the places of `tables` by path, without tables that are incomplete in these files."""
+    """Return the places of `tables` by path, without tables that `entries` does not hold whole."""
     words = {path.rpartition(".")[2] for path in tables}
     names = [name for name in entries if not words.isdisjoint(name.split("."))]
     parts: dict[str, list[str]] = defaultdict(list)
@@ -234,7 +237,7 @@ def _are_rows(parts: Collection[TensorEntry], table: nn.Embedding) -> bool:
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """Return a sort key for the order in which Transformers joins parts: numbers by their value."""
+    """Return a key that sorts names as Transformers joins parts: numbers in them by their value."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 

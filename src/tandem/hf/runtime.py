@@ -34,11 +34,11 @@ class _ClosedExecutor(Executor):
     needs_steps = True  # so that a step is refused before the model's own layers run
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> NoReturn:
-        """Raise `ConfigError`."""
+        """Raise `ConfigError`: the model has been closed."""
         raise ConfigError(_CLOSED)
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        """Raise `ConfigError`."""
+        """Raise `ConfigError`: the model has been closed."""
         raise ConfigError(_CLOSED)
 
 
@@ -56,7 +56,7 @@ class Runtime:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """The device of the dense parts after loading."""
     look_ahead: LookAhead | None = None
-    """The look-ahead that predicts the next layer for the executor, if any."""
+    """Predicts the next layer's experts for the executor; None: no look-ahead."""
     kv_dtype: str = "auto"
     """The default dtype of keys and values; "auto" is the model's dtype."""
     host_slots: HostSlots | None = None
@@ -90,7 +90,7 @@ class Runtime:
         self.use(self.cpu_executor())
 
     def cpu_executor(self) -> CpuExecutor:
-        """Return a new executor that computes every expert on the CPU, as the options say."""
+        """Return a new executor that computes every expert on the CPU, with `threads`."""
         return CpuExecutor(self.store, self.threads)
 
     def end_executor(self) -> None:
@@ -102,7 +102,7 @@ class Runtime:
 
     @contextmanager
     def looking_ahead(self, ahead: LookAhead | None) -> Iterator[LookAhead | None]:
-        """Install a look-ahead, if given; an error in the context closes and removes it."""
+        """Install a look-ahead, if given, and yield it; an error inside closes and removes it."""
         self.look_ahead = ahead
         try:
             yield ahead
@@ -169,7 +169,7 @@ def importance_of(model: nn.Module, path: str, weight: Tensor) -> Tensor | None:
 
 
 def give_runtime(model: PreTrainedModel, runtime: Runtime) -> None:
-    """Attach a runtime to a model."""
+    """Attach a runtime to a model; `runtime_of` returns it from now on."""
     vars(model)[_ATTRIBUTE] = runtime
 
 

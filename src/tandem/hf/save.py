@@ -62,7 +62,7 @@ def save(
 def _write(
     model: PreTrainedModel, runtime: Runtime, directory: Path, on_progress: Callable[[int], None]
 ) -> None:
-    """Write the dense parts, one file per MoE layer, and the checkpoint's other files."""
+    """Write a model's files; tell `on_progress` the bytes so far, after each file of tensors."""
     files = PackedWriter(directory)
     files.write_dense(model)
     _require_tables_as_written(model, files.sums)
@@ -77,7 +77,7 @@ def _write(
 
 
 def _file_of(layer: HostLayer) -> Path | None:
-    """Return the packed file of a layer's experts; None: they are in memory.
+    """Return the packed file that holds a layer's experts; None: no packed file holds them.
 
     Raises `ModelError` for a truncated file: reading beyond a mapped file's end kills the process.
     """

@@ -43,7 +43,7 @@ def announce_steps(model: PreTrainedModel, runtime: Runtime) -> None:
 
 
 def _is_prefill(ids: Tensor) -> bool:
-    """Tell whether any sequence adds more than one token in this step."""
+    """Tell whether a step, with token ids `ids`, adds several tokens to one of its sequences."""
     if ids.shape[1] == 1:
         return False
     sequences = SEQUENCES.get()

@@ -12,7 +12,7 @@ TABLE = "tid2eid"
 
 
 def is_by_token(router: nn.Module) -> bool:
-    """Tell whether a router chooses by a table of token ids alone."""
+    """Tell whether a router chooses by the token id alone, which it looks up in a table."""
     return hasattr(router, TABLE)
 
 

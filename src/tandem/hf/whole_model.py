@@ -78,7 +78,7 @@ def prompt_bytes(config: PreTrainedConfig, num_tokens: int, top_k: int) -> int:
 def _bytes_with(
     model: PreTrainedModel, options: OffloadConfig, codes: Mapping[str, WeightFormat | None]
 ) -> int:
-    """Return the bytes of a model on a GPU; layers of packed files keep the files' formats."""
+    """Return the bytes of a model on a GPU, with layers packed as `options` and `codes` say."""
     if not has_kernels():
         return device_bytes(model, {})
     found = layer_formats(model, HostStore(), options, codes, on_device=True)

@@ -56,7 +56,10 @@ def find_native_activation(
 
 
 def apply_activation(activation: NativeActivation, rows: Tensor) -> Tensor:
-    """Compute a native activation in torch, the kernels' reference; gated rows are [gate; up]."""
+    """Return a native activation of `rows`, computed in torch as the reference for the kernels.
+
+    Rows of a gated activation are [gate; up].
+    """
     if activation.kind is ActivationKind.RELU2:
         return torch.relu(rows).square()
     gate, up = rows.chunk(2, dim=-1)

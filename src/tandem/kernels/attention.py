@@ -35,7 +35,7 @@ def require_kv_dtype(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionForm:
-    """The sizes of a model's attention, and what it changes in a softmax of scaled products."""
+    """The sizes and options of a layer's attention, among them which positions a token sees."""
 
     num_heads: int
     num_kv_heads: int
@@ -49,33 +49,36 @@ class AttentionForm:
     keeps_prompt: bool = False
     """Whether a token sees its slot's whole prompt besides the window."""
     chunk: int = 0
-    """Positions of a chunk; a token sees only its own chunk. 0: no chunks."""
+    """The length of an attention chunk; a token sees only positions in its own. 0: no chunks."""
     selected_block: int = 1
-    """The number of positions in a block, which an indexer selects as a whole."""
+    """The number of positions that an indexer selects together."""
     selects_by_head: bool = False
     """Whether the indexer selects for each KV head separately."""
 
     @property
     def kept_window(self) -> int:
-        """How many latest positions a slot must keep; 0: all."""
+        """How many of its last positions a slot must keep; 0: all positions."""
         return 0 if self.keeps_prompt else self.window
 
     def most_seen(self, length: int) -> int:
-        """Return how many positions the last of `length` tokens sees, besides a kept prompt."""
+        """Return how many positions the last of `length` tokens sees, apart from a kept prompt."""
         of_chunk = (length - 1) % self.chunk + 1 if self.chunk else length
         return min(of_chunk, self.window or length)
 
 
 class DistanceBias(NamedTuple):
-    """A bias added to scores by distance: for each token and head a weighted sum of profiles."""
+    """A bias of attention scores: for each token and head, a weighted sum of profiles.
+
+    A profile has a number for each distance from a token's position back to a key's.
+    """
 
     states: Tensor
     """(heads, n_tokens, dim): the weight of each profile"""
     profiles: Tensor
-    """(dim, extent): the profiles by distance from 0 on; the bias is 0 beyond"""
+    """(dim, extent): each profile's numbers for distances 0 to extent - 1; beyond, the bias is 0"""
 
     def at(self, distances: Tensor) -> Tensor:
-        """Return the bias at distances (n_tokens, any): (heads, n_tokens, any) fp32."""
+        """Return the bias at each token's distances (n_tokens, n): (heads, n_tokens, n) fp32."""
         extent = self.profiles.shape[1]
         by_distance = self.states.float() @ self.profiles.float()  # (heads, n_tokens, extent)
         places = distances.clamp(0, extent - 1).expand(len(by_distance), -1, -1)
@@ -92,7 +95,7 @@ class Segment(NamedTuple):
 
 
 class CachedAttention:
-    """The attention of one layer, with its part of the KV cache."""
+    """Computes one layer's attention on the CPU, and holds the layer's keys and values."""
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class CachedAttention:
         """Prepare to store keys and values as `kv_dtype`; only `reserve` allocates their memory.
 
         `kv_dtype` is a key of `KV_DTYPES`, or fp32 or bf16 as a torch dtype. `sinks` (heads,) are
-        scores without values, which get a share of the softmax. If windows keep prompts,
+        scores that get a share of the softmax but have no values. If windows keep prompts,
         `prompt_lengths` (slots,) int64 is read each time attention is computed. `profiles` are
         those of a `DistanceBias`. If `is_joint`, the layer's keys are also its values and are
         stored once.
@@ -144,7 +147,7 @@ class CachedAttention:
         self.has_token_sinks = False
         """Whether each token has its own sinks."""
         self.compressed: CompressedKeys | None = None
-        """The layer's compressed keys, which tokens see in addition to its other keys."""
+        """Compressed keys that tokens see besides the layer's other keys; None: no such keys."""
 
     @property
     def has_bias(self) -> bool:
@@ -152,7 +155,10 @@ class CachedAttention:
         return self._profiles is not None
 
     def compress(self, ratio: int) -> "CompressedKeys":
-        """Let tokens see compressed keys too, one for every `ratio` tokens; return their store."""
+        """Give the layer compressed keys, one for every `ratio` tokens, and return their store.
+
+        From then on, tokens see these keys besides the layer's other keys.
+        """
         self.compressed = CompressedKeys(self.native, self.kv_dtype, ratio)
         return self.compressed
 
@@ -162,12 +168,12 @@ class CachedAttention:
         return self.keys.nbytes + self.values.nbytes
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the bytes of `num_tokens` tokens in one slot, in whole blocks."""
+        """Return the bytes of keys and values of `num_tokens` tokens in a slot: whole blocks."""
         block_bytes = self.native.key_block_bytes + self.native.value_block_bytes
         return -(-num_tokens // BLOCK_TOKENS) * block_bytes * self.form.num_kv_heads
 
     def reserve(self, num_slots: int, capacity: int, used: int = 0) -> None:
-        """Make room for `num_slots` slots of `capacity` tokens; the first `used` tokens are kept.
+        """Make room for `num_slots` slots of `capacity` tokens; keep each slot's first `used`.
 
         Raises `RuntimeError` if memory is exhausted.
         """
@@ -193,7 +199,10 @@ class CachedAttention:
         return other
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of slot `source` to slot `target`, as far as kept."""
+        """Copy keys and values of the first `length` tokens from slot `source` to slot `target`.
+
+        With a window, the copy lacks the tokens that `source` no longer holds.
+        """
         blocks = -(-length // BLOCK_TOKENS)
         for tensor in (self.keys, self.values):
             tensor[target, :, :blocks] = tensor[source, :, :blocks]
@@ -207,11 +216,11 @@ class CachedAttention:
         value: Tensor,
         compressed: Tensor | None = None,
     ) -> None:
-        """Write keys and values (kv heads, n_tokens, dim) of tokens.
+        """Store tokens' keys and values (kv heads, n_tokens, dim) in their slots.
 
         `slots` and `positions` are (n_tokens,) int64. The caller must have reserved the memory;
         positions outside the cache raise `ValueError`. A slot's positions must be filled in order,
-        without a gap; a layer with a window keeps as many of the last positions as it has room for.
+        without a gap; a layer with a window keeps the last positions for which it has room.
         `compressed` (1, n_tokens, dim) has a compressed key for each token; it is stored only for
         tokens that end a window.
         """
@@ -230,12 +239,12 @@ class CachedAttention:
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Attend: query (heads, n_tokens, key dim) -> (n_tokens, heads, value dim).
+        """Return the results (n_tokens, heads, value dim) of queries (heads, n_tokens, key dim).
 
-        Consecutive tokens of one slot share their reads. `selected` (n_tokens, most) int32 has the
-        numbers of the blocks of positions, or of the compressed keys if the layer has them, to
-        which a token attends, in any order; -1 fills the rest. A token whose first number is -1
-        attends to all. `selected` is (n_tokens, kv heads, most) if the form selects by head.
+        Consecutive tokens of one slot share reads of keys and values. `selected` (n_tokens, most)
+        int32, or (n_tokens, kv heads, most) if the form selects by head, says to what each token
+        attends: numbers of compressed keys if the layer has them, otherwise of blocks of positions.
+        They are in any order; -1 fills the rest. A token whose first number is -1 attends to all.
         `bias_states` are the states of a `DistanceBias`. `sinks` (n_tokens, heads) are the layer's
         sinks for each token. The result is written to `out` if given.
         """
@@ -249,10 +258,10 @@ class CachedAttention:
 
 
 class CompressedKeys:
-    """The compressed keys of a layer: each stands for several tokens, and is also its value."""
+    """The compressed keys of a layer: each stands for several tokens, and is also its own value."""
 
     def __init__(self, layer: _native.AttentionLayer, kv_dtype: str, ratio: int) -> None:
-        """Prepare a key for every `ratio` tokens of `layer`; only `reserve` allocates memory."""
+        """Prepare to store a key for every `ratio` tokens; only `reserve` allocates memory."""
         self._layer, self._kv_dtype, self.ratio = layer, kv_dtype, ratio
         self.memory = torch.empty((0, 0, layer.joint_key_bytes), dtype=torch.uint8, device="cpu")
         """(slots, keys, bytes of a key), laid out as in `csrc/kv_layout.hpp`"""
@@ -264,11 +273,13 @@ class CompressedKeys:
         return self.memory.nbytes
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the bytes of a slot's keys for `num_tokens` tokens; the last may be incomplete."""
+        """Return the bytes of a slot's keys for `num_tokens` tokens, rounded up to whole keys."""
         return -(-num_tokens // self.ratio) * self._layer.joint_key_bytes
 
     def reserve(self, num_slots: int, capacity: int, used: int = 0) -> None:
-        """Make room for `num_slots` slots of `capacity` tokens; the first `used` tokens are kept.
+        """Make room for the keys of `num_slots` slots of `capacity` tokens.
+
+        The keys of each slot's first `used` tokens are kept.
 
         Raises `RuntimeError` if memory is exhausted.
         """
@@ -279,7 +290,10 @@ class CompressedKeys:
         self._layer.set_compressed(self.memory, self.ratio)
 
     def of_tokens(self, slot: int, first: int, num_tokens: int) -> Tensor:
-        """Return the keys of some tokens of a slot, which must be whole windows: (keys, bytes)."""
+        """Return a slot's keys (keys, bytes) for the `num_tokens` tokens from `first` on.
+
+        The tokens must be whole windows.
+        """
         return self.memory[slot, first // self.ratio : (first + num_tokens) // self.ratio]
 
     def invent(self, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The processor's instruction sets, cores and caches, as detected by native code."""
+"""Detects the CPU: its name, instruction sets, cores and caches."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tandem.kernels import _native
 
 @dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """The processor as the kernels see it; its cores are those that this process may use."""
+    """A description of the CPU; `topology` has only the logical CPUs that this process may use."""
 
     model_name: str
     vendor: str
@@ -27,7 +27,7 @@ class CpuInfo:
 
 
 def detect_cpu() -> CpuInfo:
-    """Detect the processor; takes under a millisecond."""
+    """Return a description of this machine's CPU; takes under a millisecond."""
     features = _native.detect_cpu_features()
     return CpuInfo(
         model_name=_model_name(),
@@ -41,7 +41,7 @@ def detect_cpu() -> CpuInfo:
 
 
 def usable_topology() -> Topology:
-    """Return the topology of the processors that this process may use."""
+    """Return the topology of the logical CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return read_topology(os.sched_getaffinity(0))
     return read_topology(range(os.cpu_count() or 1))

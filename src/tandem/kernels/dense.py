@@ -1,4 +1,4 @@
-"""Dense matrices in packed formats: nn.Linear's product on the experts' kernels and threads.
+"""Products of nn.Linear with packed matrices on the CPU, on the experts' kernels and threads.
 
 A token's result does not depend on the other tokens of a call.
 """
@@ -22,14 +22,14 @@ VALUE_DTYPES = (torch.float32, torch.bfloat16)
 class CpuThreads:
     """The threads that a model's experts, dense layers and attention share.
 
-    Only one call runs at a time.
+    Only one call runs at a time; another waits for its end.
     """
 
     def __init__(self, *, num_threads: int | None = None, isa: str = "") -> None:
         """Choose the number of threads and the instruction set; threads start on first use.
 
         `num_threads` includes the calling thread; None means one for each fast core. `isa` names an
-        instruction set; "" means the best one. Raises `ConfigError` if this processor lacks the
+        instruction set; "" means the best one. Raises `ConfigError` if this CPU lacks the
         instruction set.
         """
         self.num_threads = num_threads or detect_cpu().num_threads
@@ -37,7 +37,7 @@ class CpuThreads:
 
     @cached_property
     def engine(self) -> _native.ExpertEngine:
-        """The threads, which start on first access."""
+        """The native engine that owns the threads, which start on first access."""
         return start_engine(num_threads=self.num_threads, isa=self.isa)
 
     @cached_property
@@ -102,12 +102,15 @@ class DenseWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a product reads."""
+        """Bytes of codes and scales, all of which a product reads."""
         scales = self.matrix.scales
         return self.matrix.data.nbytes + (0 if scales is None else scales.nbytes)
 
     def rows_at(self, first: int, count: int) -> "DenseWeight":
-        """Return `count` rows in the same memory; `first` must be a multiple of 16."""
+        """Return the `count` rows from `first` on as a weight in the same memory.
+
+        `first` must be a multiple of 16.
+        """
         matrix = self.matrix
         num_blocks = -(-matrix.rows // ROWS_PER_BLOCK)
         begin, end = first // ROWS_PER_BLOCK, -(-(first + count) // ROWS_PER_BLOCK)
@@ -136,9 +139,10 @@ def pack_dense(
     importance: Tensor | None = None,
     name: str = "weight",
 ) -> DenseWeight:
-    """Pack the weight and bias of a linear layer; raises `ModelError` with `name` for NaN.
+    """Return the weight and bias of a linear layer, packed.
 
-    `importance` (in_features,) weighs the rounding errors by input.
+    `importance` (in_features,) weighs the rounding errors by input. Raises `ModelError` with `name`
+    for weights that are NaN, infinite or too large for the format.
     """
     packed = pack(weight.detach(), fmt, importance=importance, name=name)
     return DenseWeight(packed, padded_bias(bias, weight.shape[0]))
@@ -173,7 +177,7 @@ def multiply_groups(threads: CpuThreads, weights: Sequence[DenseWeight], x: Tens
 
 
 def padded_bias(bias: Tensor | None, rows: int) -> Tensor | None:
-    """Return a bias of `rows` values as fp32, padded to whole blocks; None if it is None."""
+    """Return a bias of `rows` values as fp32, padded to whole blocks; None if there is no bias."""
     if bias is None:
         return None
     padded = torch.zeros(-(-rows // ROWS_PER_BLOCK) * ROWS_PER_BLOCK, device="cpu")

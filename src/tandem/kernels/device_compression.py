@@ -50,7 +50,8 @@ def compress_step(
 ) -> Tensor:
     """Return the keys (n_tokens, dim) of tokens at the given slots and positions (n_tokens,).
 
-    `rings` are those of all slots, and are updated. Keys of tokens that end no window are zeros.
+    `rings` has the rings of all slots, which are updated. Keys of tokens that end no window are
+    zeros.
     """
     ratio, span, kept = *_sizes(operation), rings.shape[1]
     rings[slots, positions % kept] = _with_bias(operation, positions, values, gates)
@@ -75,7 +76,8 @@ def _with_bias(operation: Compression, positions: Tensor, values: Tensor, gates:
 def _keys(operation: Compression, tokens: Tensor, are_there: Tensor) -> Tensor:
     """Return keys (n, dim), each computed from tokens (n, tokens of a key, 2, width).
 
-    Tokens that are not `are_there` (n, tokens of a key) get no weight.
+    `are_there` (n, tokens of a key) is false for tokens before a sequence's beginning, which get no
+    weight.
     """
     bias, num_series = operation
     if num_series > 1:  # the first series belongs to the previous window, the second to its own

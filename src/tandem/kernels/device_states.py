@@ -34,9 +34,9 @@ class Run(NamedTuple):
     num_tokens: int
     num_certain: int
     """The slot's state is stored after this many tokens; later tokens are logged. 0 marks an idle
-    run, which has outputs but stores nothing, and must name the slot and half of the first run."""
+    run, which has outputs but stores nothing; its slot and half must be those of the first run."""
     num_again: int = -1
-    """Number of logged tokens to repeat first; -1: the slot begins with a state of zeros."""
+    """Number of logged tokens to repeat first; -1: the run begins with a state of zeros."""
     half: int = 0
     """The half of the slot's log to read; the run writes the other half."""
 
@@ -65,12 +65,12 @@ class StateMemory(NamedTuple):
 class StateKernels(Protocol):
     """Computes operations with states on a device; all numbers in memory are fp32.
 
-    Weights lie in memory as (width, channels) and factors as (key_dim, value_dim), whatever their
-    tensors' shapes.
+    Whatever the shapes of their tensors, a convolution's weights must lie in memory as (width,
+    channels), and a recurrence's factors as (key_dim, value_dim).
     """
 
     loops_on_device: bool
-    """Whether a call handles runs of any length, so that its launches never change."""
+    """Whether kernels loop over a run's tokens on the device, so that launches fit any run."""
 
     def convolve(
         self, operation: Convolution, memory: StateMemory, tokens: SlotTokens, x: Tensor
@@ -199,7 +199,7 @@ class _Runs:
         return values[self._run_of, self._place_of]
 
     def states(self, memory: StateMemory) -> Tensor:
-        """Return the runs' states; runs that begin a sequence have zeros."""
+        """Return the states of the runs' slots; zeros for runs that begin a sequence."""
         found = memory.states[self._slot]
         return torch.where((self.num_again >= 0).view(-1, *[1] * (found.dim() - 1)), found, 0.0)
 
@@ -240,10 +240,10 @@ class _Stepped:
         return values
 
     def _share(self, decay: Tensor) -> Tensor:
-        """Return exp(decay) in a shape that multiplies states.
+        """Return exp(decay) in a shape that can be multiplied with states.
 
-        The shape is (runs, heads or 1, key_dim or 1, value_dim or 1). Decay that is neither by head
-        nor by key is multiplied by the form's factor first.
+        The shape is (runs, heads or 1, key_dim or 1, value_dim or 1). Decay by pair is multiplied
+        by the recurrence's factor first.
         """
         if self._form.decay == "head":
             return decay[..., None, None].exp()
@@ -255,9 +255,9 @@ class _Stepped:
 
 
 def _heads(form: RecurrenceForm, x: Tensor, scale: float) -> Tensor:
-    """Return scaled queries or keys (..., key heads, key_dim), repeated for all heads.
+    """Return queries or keys `x` (..., key heads, key_dim) times `scale`, repeated for all heads.
 
-    They are first normalised to length 1 if the form says so.
+    If `form.is_normalised`, each is first normalised to length 1.
     """
     if form.is_normalised:
         x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LEAST_SQUARE)
@@ -267,7 +267,7 @@ def _heads(form: RecurrenceForm, x: Tensor, scale: float) -> Tensor:
 def _from(x: Tensor, first: Tensor, count: int) -> Tensor:
     """Return `count` tokens of each run in x (runs, tokens, ...), from `first` (runs,) on.
 
-    The last token of x is repeated where there are fewer.
+    Where a run has fewer tokens after `first`, the last token of x is repeated.
     """
     place = first[:, None] + torch.arange(count, device=x.device)
     run = torch.arange(len(x), device=x.device)[:, None]

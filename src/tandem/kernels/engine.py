@@ -10,14 +10,14 @@ from tandem.kernels.cpu import usable_topology
 
 @functools.cache
 def best_isa() -> str:
-    """Return the fastest instruction set of this processor for which there are kernels."""
+    """Return the fastest instruction set of this CPU for which there are kernels."""
     return _native.available_isas()[0]
 
 
 def choose_isa(name: str) -> str:
     """Return the instruction set with this name, or the best one if the name is "".
 
-    Raises `ConfigError` if this processor lacks the instruction set.
+    Raises `ConfigError` if this CPU lacks the instruction set.
     """
     available = _native.available_isas()
     if name and name not in available:
@@ -28,8 +28,9 @@ def choose_isa(name: str) -> str:
 
 
 def start_engine(*, num_threads: int, isa: str = "") -> _native.ExpertEngine:
-    """Start `num_threads` - 1 threads, each on its own core if possible; the caller is the last.
+    """Return an engine of `num_threads` threads: the calling thread, and new ones.
 
+    The new threads are bound to the cores that `Topology.places` chooses, if the system permits it.
     `isa` is passed to `choose_isa`, which may raise `ConfigError`. Raises `CapacityError` if a
     thread cannot be started.
     """

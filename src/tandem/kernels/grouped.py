@@ -24,7 +24,10 @@ def num_groups_of(linear: object) -> int:
 
 
 def is_grouped(module: nn.Module) -> bool:
-    """Tell whether a module is a grouped linear layer whose groups are whole blocks of rows."""
+    """Tell whether a module is a grouped linear layer that the CPU's kernels can compute.
+
+    Such a layer has no bias, and its groups are whole blocks of rows.
+    """
     if not (isinstance(module, nn.Linear) and type(module).__name__.endswith("GroupedLinear")):
         return False
     num_groups = num_groups_of(module)
@@ -40,6 +43,6 @@ def cut_like(linear: object, packed: nn.Module) -> nn.Module:
 
 
 def multiply_by_group(threads: CpuThreads, groups: Sequence[DenseWeight], x: Tensor) -> Tensor:
-    """Multiply (..., groups, in_features) on the CPU; returns (..., groups, outputs of a group)."""
+    """Return each group's product on the CPU: (..., groups, in_features) -> (..., groups, out)."""
     out = opaque(GROUPS, multiply_groups, threads, groups, x.flatten(0, -3))
     return out.view(*x.shape[:-1], -1)

@@ -20,7 +20,7 @@ class HyperConnection(NamedTuple):
 
     norm_eps: float
     eps: float
-    """Added to the weights of streams and mixture, and to the sums that divide them."""
+    """Added to the weights of streams and mixture, and to sums that divide mixture weights."""
     output_factor: float = 0.0
     output_eps: float = 0.0
     num_rounds: int = 0

@@ -20,7 +20,10 @@ _rest = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the newest chunk
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """Return uninitialised (num_bytes,) uint8; a chunk is freed once all memory in it is unused."""
+    """Return uninitialised memory, (num_bytes,) uint8, on huge pages if there are any.
+
+    Small pieces share a chunk, which is freed once none of them is in use.
+    """
     global _rest
     rounded = aligned(num_bytes)
     if rounded > _CHUNK_BYTES // 2:

@@ -64,9 +64,9 @@ def compute_experts(
     """Write the result of each routed token to `out` (num_routed, hidden_size), fp32.
 
     `hidden` is (n_tokens, hidden_size) fp32. The expert at `addresses[i]`, (n,) int64, computes the
-    routed tokens `row_begin[i]` to `row_begin[i + 1]` - 1. Routed token j is of token
-    `row_token[j]`. `row_begin` and `row_token` are int32. Raises `ModelError` for a routed token or
-    a token that does not exist.
+    routed tokens `row_begin[i]` to `row_begin[i + 1]` - 1. Routed token j belongs to
+    token `row_token[j]`. `row_begin` and `row_token` are int32. Raises `ModelError` if an index in
+    either is out of range.
     """
     engine.wake()
     addresses, row_begin, row_token, hidden = _dense(addresses, row_begin, row_token, hidden)

@@ -1,4 +1,4 @@
-"""Opaque calls, each of which is one operation of a step: experts, attention, packed layers.
+"""Opaque calls: experts, attention and packed layers, each as one operation of a recorded step.
 
 Code that records or captures a decode step intercepts opaque calls with an `Interceptor`; without
 an interceptor, the function is called directly.
@@ -26,7 +26,7 @@ MIX_IN = "mix_in"
 MIX_OUT = "mix_out"
 ROUTER_INPUT = "router_input"
 WITHOUT_EFFECTS = {GROUPS, ROWS, MIX_IN, MIX_OUT}
-"""Kinds of calls that change none of their arguments, so that these may be weights."""
+"""Kinds of calls that change none of their arguments; all other kinds count as having effects."""
 
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Interceptor(Protocol):
     """Whether calls are recorded instead of executed."""
 
     def call(self, kind: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
-        """Return the call's result, which the interceptor may compute in any way."""
+        """Return the result of `function(*args)`, or a stand-in while calls are only recorded."""
 
 
 ACTIVE: ContextVar[Interceptor | None] = ContextVar("tandem_recorder", default=None)
@@ -54,7 +54,7 @@ def is_capturing() -> bool:
 
 @contextmanager
 def intercepted(interceptor: Interceptor) -> Iterator[None]:
-    """Let an interceptor receive the opaque calls inside the context."""
+    """Let an interceptor receive the opaque calls in the `with` body."""
     token = ACTIVE.set(interceptor)
     try:
         yield
@@ -63,10 +63,10 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
 
 
 class Meeting:
-    """A mix-in that makes a torch mode receive opaque calls whole, without the operations inside.
+    """A mix-in with which a torch mode receives each opaque call as a whole, not its operations.
 
-    A class must list it before the mode among its bases. While `is_paused`, the mode must leave
-    operations alone.
+    A class must list `Meeting` before the mode among its bases. While `is_paused`, the mode must
+    execute operations unchanged and without recording them.
     """
 
     is_capturing = False
@@ -91,10 +91,11 @@ class Meeting:
 
 
 def mapped(function: Callable[[object], object], arguments: T) -> T:
-    """Apply a function to each argument of an operation, also in nested lists, tuples and dicts.
+    """Return an operation's arguments with a function applied to each, also to nested ones.
 
-    The result is nested like `arguments`. A step has thousands of operations, and torch's own tree
-    walk would take much of the time that recording a step takes.
+    Lists, tuples and dicts in `arguments` are copied, and their items replaced. A step has
+    thousands of operations, and torch's own tree walk would take much of the time that recording a
+    step takes.
     """
     values: object = arguments
     found: object
@@ -112,10 +113,10 @@ def mapped(function: Callable[[object], object], arguments: T) -> T:
 
 
 def opaque(kind: str, function: Callable[..., T], *args: object) -> T:
-    """Call a function; a recorded step sees it as one operation of this kind.
+    """Return `function(*args)`; an interceptor receives the call as one operation of this kind.
 
-    The function's tensors must be among `args`, not in a closure, and it must do the same on each
-    call. It must return a tensor, a tuple of tensors, or None.
+    The function's tensors must be among `args`, not in a closure. The function must do the same on
+    each call, and return a tensor, a tuple of tensors, or None.
     """
     # Native calls take addresses, which a compiled graph does not have.
     if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Layers that pass a state from token to token, on the CPU: convolutions, recurrences, windows.
+"""Layers on the CPU with a state from token to token: convolutions, recurrences, compressions.
 
 The tokens of several sequences are concatenated; each sequence has its state in a slot, in fp32
 (`csrc/recurrent.hpp` and `csrc/compression.hpp` have the equations).
@@ -40,7 +40,8 @@ class RecurrenceForm(NamedTuple):
     key_dim: int
     value_dim: int
     decay: str
-    """The scope of one decay: "head", "key", or "pair" of key and value."""
+    """What in a state has a decay of its own: each "head", each "key" dimension of a head, or each
+    "pair" of a key and a value dimension."""
     is_delta: bool = False
     """Whether the delta rule applies: the state's value for a key is subtracted from the new
     value."""
@@ -51,7 +52,11 @@ class RecurrenceForm(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-    """S = e^decay * S; S += key (x) rate * (value - key S); out = query S + skip * value."""
+    """A linear recurrence: each head has a state S (key_dim, value_dim), which tokens advance.
+
+    S = e^decay * S; S += key (x) rate * (value - key S); out = query S + skip * value, where key S
+    is omitted unless `is_delta`.
+    """
 
     form: RecurrenceForm
     factor: Tensor | None = None
@@ -131,7 +136,7 @@ class LayerState(ABC):
         return output
 
     def _keep_drafts(self, native: _Native, num_values: int) -> None:
-        """Allocate the log of drafted tokens, with this many values each."""
+        """Allocate `kept` and `log`, with `num_values` values for each drafted token."""
         self.kept = torch.zeros(len(self.states), dtype=torch.int64, device="cpu")
         self.log = torch.zeros(len(self.states), MOST_DRAFTED, num_values, device="cpu")
         native.keep_drafts(self.kept, self.log)
@@ -212,7 +217,7 @@ class RecurrenceState(LayerState):
         program.add_recurrence(self._native, *tokens, query, key, value, decay, rate, output)
 
     def _in_blocks(self, factor: Tensor) -> Tensor:
-        """Reorder (value_dim, key_dim) to (blocks, key_dim, values of a block)."""
+        """Reorder a factor (value_dim, key_dim) to (blocks, key_dim, values of a block)."""
         padded = torch.zeros(self._blocks * _BLOCK, self.form.key_dim, device="cpu")
         padded[: len(factor)] = factor.detach()
         return padded.view(self._blocks, _BLOCK, -1).transpose(1, 2).contiguous()

@@ -18,9 +18,9 @@ TensorKind = TypeVar("TensorKind", bound=Tensor)
 
 
 def children_by_name(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's own dictionary of children, only to compare or copy it (2.11 to today).
+    """Return a module's own dictionary of children; callers must not change it (2.11 to today).
 
-    Replaces `named_children`, which takes ten times as long; it is called for each layer and step.
+    Replaces `named_children`, which takes ten times as long: too long for each layer and step.
     """
     return module._modules
 
@@ -30,7 +30,8 @@ def copy_module(
 ) -> nn.Module:
     """Return a module with the same tensors and hooks, but other children and attributes.
 
-    Replaces `copy.copy`, whose copies share the dictionary of children (2.11 to today).
+    `children` must map each child of `module` to that of the copy; `attributes` are set on the
+    copy. Replaces `copy.copy`, whose copies share the dictionary of children (2.11 to today).
     """
     copy: nn.Module = object.__new__(type(module))
     vars(copy).update(vars(module))
@@ -45,9 +46,10 @@ def copy_module(
 
 
 def own_forward_hooks(copy: nn.Module) -> None:
-    """Give a copy its own hooks, so that new ones are not added to the original.
+    """Give a copied module its own dictionary of forward hooks.
 
-    Needed because copies share the dictionary of hooks (2.11 to today).
+    Otherwise hooks added to the copy would also run in the original, because copies share the
+    dictionary (2.11 to today).
     """
     copy._forward_hooks = copy._forward_hooks.copy()
 
@@ -92,5 +94,5 @@ def spin_gpu(cycles: int) -> None:
 def tensor_without_values(
     kind: type[TensorKind], shape: tuple[int, ...], dtype: torch.dtype
 ) -> TensorKind:
-    """Create a subclass's tensor without memory; no public call can do this (2.11 to today)."""
+    """Return a tensor of class `kind` without memory; no public call does this (2.11 to today)."""
     return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype)

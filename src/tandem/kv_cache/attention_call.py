@@ -14,7 +14,7 @@ class NewCompressed(NamedTuple):
     ratio: int
     """Tokens per key."""
     key: Tensor
-    """(1, n_tokens, dim); only keys of tokens that end a window are stored."""
+    """(1, n_tokens, dim): a key for each token, stored only if the token ends a window."""
     selected: Tensor | None
     """(b, n_tokens, most) int32: the numbers of the keys that each token sees, from
     `SlotCache.select`; None: all."""
@@ -49,7 +49,7 @@ class AttentionCall(NamedTuple):
     def part(self, some: slice) -> "AttentionCall":
         """Return the call for a range of its tokens.
 
-        Except for `selected`, the call must have none of the tensors in `optional_tensors`.
+        The call must have no other optional tensor by token than `selected`.
         """
         query, key, value = (x[:, some] for x in (self.query, self.key, self.value))
         selected = None if self.selected is None else self.selected[some]
@@ -67,7 +67,7 @@ class AttentionCall(NamedTuple):
 class OptionalTensors(NamedTuple):
     """The optional tensors of an attention call by name; CPU only.
 
-    Each layer always has the same ones, except for `selected`.
+    A layer has the same of these tensors in every call; only `selected` may come and go.
     """
 
     compressed: Tensor | None
@@ -77,9 +77,9 @@ class OptionalTensors(NamedTuple):
 
     @classmethod
     def of(cls, attention: CachedAttention, tensors: Sequence[Tensor]) -> "OptionalTensors":
-        """Name the tensors of `AttentionCall.optional_tensors`.
+        """Return the tensors of `AttentionCall.optional_tensors` under their names.
 
-        `tensors` must contain all that `attention` expects; a selection may follow them.
+        `tensors` must contain each tensor that `attention` expects; `selected` may follow.
         """
         rest = iter(tensors)
         compressed = None if attention.compressed is None else next(rest)

@@ -39,7 +39,7 @@ class SlotCache(ABC):
     shares_values = False
     """Whether latents are stored once, as keys; values then have zero dimensions."""
     is_decoding = False
-    """Whether the announced tokens belong to a decode step."""
+    """Whether the announced tokens form a decode step, or a prompt step computed like one."""
     states: KeptStates[Any]
     """States of layers, besides keys and values."""
     index_keys: KeptIndexKeys
@@ -51,28 +51,31 @@ class SlotCache(ABC):
         """Start with empty slots."""
         self.lengths = [0] * num_slots
         self.num_layers = 1
-        """The number of layers that will store keys; room for all is checked at the first."""
+        """The number of layers that will store keys; memory for all is checked at the first one."""
         self.windows_by_layer: dict[int, int] = {}
-        """The window's size by layer, as Transformers' cache states it."""
+        """Layer number -> window size, from Transformers' cache; only layers with a window."""
         self.prompt_windows: dict[int, int] = {}
-        """The window's size by layer, where tokens also see their slot's whole prompt."""
+        """Layer number -> window size, for layers whose tokens also see the slot's whole prompt."""
         self.prompt_lengths = [0] * num_slots
-        """The prompt tokens in each slot; decoded tokens follow them."""
+        """The number of prompt tokens in each slot; decoded tokens follow them."""
         self.has_compressed = False
         """Whether some layers keep compressed keys besides a window."""
         self.requested_state: StateHandle | None = None
-        """The handle of the state that the model's code requested last."""
+        """The handle of the state that the model's code requested last; None: none in this step."""
         self._awaited: int | None = None
         self._compressed: NewCompressed | None = None
         self._segments: list[Segment] = []  # the announced segments
 
     def _announce(self, segments: Sequence[Segment], *, is_decoding: bool) -> None:
-        """Record the tokens of the next forward, and clear what the last forward left."""
+        """Record the next forward's segments; reset what the previous forward expected."""
         self._segments, self.is_decoding = list(segments), is_decoding
         self._awaited = self.requested_state = self._compressed = None
 
     def commit(self) -> None:
-        """Count the announced tokens as held; must be called after the forward."""
+        """Add the announced tokens to the slots' lengths; must be called after the forward.
+
+        Raises `NotInSlotsError` if a layer's keys were given without a call of its attention.
+        """
         if self._awaited is not None:
             raise NotInSlotsError("keys were given, but attention was not requested")
         for segment in self._segments:
@@ -87,7 +90,7 @@ class SlotCache(ABC):
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> Tensor:
-        """Append the expected layer's new keys and values, and attend: (n_tokens, heads, dim)."""
+        """Append the expected layer's keys and values; return attention (n_tokens, heads, dim)."""
 
     def absorbs(self, kept: AttentionForm, expanded: AttentionForm) -> bool:
         """Tell whether the step's tokens attend to latents as stored, not to expanded keys.
@@ -98,7 +101,7 @@ class SlotCache(ABC):
         return self.is_decoding
 
     def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
-        """Append new latents as `attend` does, and attend to the slots' latents, expanded.
+        """Append new latents; return attention to keys and values expanded from the slots' latents.
 
         The call's query must be for expanded keys. Raises `NotInSlotsError` if latents are not
         kept.
@@ -135,10 +138,10 @@ class SlotCache(ABC):
         self._awaited = layer
 
     def expect_sharing(self, module: object) -> None:
-        """Expect the layer of an attention module, unless new keys announced a layer already.
+        """Expect attention of `module`'s layer, unless `expect` has already named a layer.
 
-        A layer that shares another layer's keys announces none. The keys are stored again for it,
-        because a model may change them in each layer.
+        A layer that shares another layer's keys does not call `expect`. The shared keys are stored
+        again for this layer, because a model may change them in each layer.
         """
         if self._awaited is None:
             self._awaited = vars(module).get("layer_idx")
@@ -148,7 +151,7 @@ class SlotCache(ABC):
         self._compressed = new
 
     def expected_compressed(self) -> NewCompressed | None:
-        """Return what `expect_compressed` recorded for the current layer, and forget it."""
+        """Return and forget what `expect_compressed` recorded for this layer; None: nothing."""
         compressed, self._compressed = self._compressed, None
         return compressed
 
@@ -171,7 +174,7 @@ class SlotCache(ABC):
 
     @abstractmethod
     def reserve(self, needed: int) -> None:
-        """Make room for `needed` tokens in each slot; raises `CapacityError` if there is none."""
+        """Make room for `needed` tokens in each slot; raises `CapacityError` if memory is short."""
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
@@ -183,13 +186,13 @@ class SlotCache(ABC):
 
     @abstractmethod
     def _invent(self, length: int) -> None:
-        """Fill the first positions of all slots and layers with made-up numbers."""
+        """Fill the first `length` positions of all slots with made-up numbers, in all layers."""
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Replace the contents of slot `target` by the first `length` tokens of slot `source`.
 
-        `length` must be `reachable` in `source`.
+        `source` must be able to continue from `length` tokens; see `reachable`.
         """
         assert length == self.reachable(source, length)
         self._copy_layers(source, target, length)
@@ -200,20 +203,20 @@ class SlotCache(ABC):
 
     @abstractmethod
     def _copy_layers(self, source: int, target: int, length: int) -> None:
-        """Copy the first positions of a slot to another one, in all layers."""
+        """Copy the first `length` positions of slot `source` to slot `target`, in all layers."""
 
     def usable(self, slot: int, length: int) -> int:
         """Return how many of the slot's first `length` tokens a prompt can continue from.
 
-        The result is `reachable`. With `prompt_windows`, decoded tokens count only as far as
-        `seen_whole`.
+        The result is as in `reachable`, but at most `seen_whole`.
         """
         return self.reachable(slot, min(length, self.seen_whole(slot)))
 
     def seen_whole(self, slot: int) -> int:
-        """Return how many of a slot's first tokens have the keys and values of a prefill.
+        """Return how many of a slot's first tokens have the same keys and values as in a prefill.
 
-        The window of a later token hid an earlier decoded token, which it would see in a prefill.
+        These are all tokens, except in a model with `prompt_windows`. There a decoded token sees
+        the earlier decoded tokens only within its window; in a prefill it sees them all.
         """
         windows = self.prompt_windows.values()
         return min([self.lengths[slot], *(self.prompt_lengths[slot] + w for w in windows)])
@@ -221,13 +224,16 @@ class SlotCache(ABC):
     def reachable(self, slot: int, length: int) -> int:
         """Return how many of a slot's first `length` tokens the slot can continue from.
 
-        With states, the result may be only the length of the longest checkpoint.
+        In a model with states, this may be only the length of the longest checkpoint; 0: none.
         """
         assert length <= self.lengths[slot]
         return self.states.usable(slot, length, self.lengths[slot])
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget a slot's tokens from `length` on; `length` must be `reachable`."""
+        """Forget a slot's tokens from position `length` on.
+
+        The slot must be able to continue from `length` tokens; see `reachable`.
+        """
         assert length == self.reachable(slot, length)
         self.states.go_back(slot, slot, length, self.lengths[slot] - length)
         self._forget(slot, length)
@@ -237,7 +243,10 @@ class SlotCache(ABC):
         self.prompt_lengths[slot] = min(length, self.prompt_lengths[slot])
 
     def _expected_layer(self) -> int:
-        """Return the number of the layer whose attention is expected, and expect none any more."""
+        """Return the number of the layer whose attention is expected; reset the expectation.
+
+        Raises `NotInSlotsError` if no attention is expected.
+        """
         layer, self._awaited = self._awaited, None
         if layer is None:
             raise NotInSlotsError("attention was requested without new keys")

@@ -1,4 +1,4 @@
-"""Checkpoints of a slot's states: the lengths at which prompts make them, and which to drop first.
+"""Checkpoints of a slot's states: where a prefill leaves them, and which are dropped first.
 
 A state cannot be rolled back, so copies are kept at some lengths, within a budget of bytes. Edits
 are likelier near a conversation's end, so checkpoints are dense there and sparse far back.
@@ -19,12 +19,12 @@ _LEAST_APART = 64
 
 
 class Checkpoint(NamedTuple):
-    """A slot's states after some number of tokens, layer by layer."""
+    """A copy of a slot's states after its first `length` tokens: a tensor for each state."""
 
     length: int
     states: list[Tensor]
     serial: int = 0
-    """Increases with every checkpoint."""
+    """A different number for each checkpoint, greater for later ones."""
 
     @property
     def num_bytes(self) -> int:
@@ -33,11 +33,11 @@ class Checkpoint(NamedTuple):
 
 
 def cut_lengths(first: int, end: int, newest: int, every: int = 0) -> list[int]:
-    """Return the lengths at which a prefill chunk of tokens `first` to `end` leaves checkpoints.
+    """Return, ascending, the lengths at which a prefill chunk leaves checkpoints.
 
-    They are ascending; the chunk must be cut there.
-    `newest` is the length of the last checkpoint before the chunk. The lengths include all
-    multiples of `every` in the chunk, if `every` is not 0.
+    The chunk has the tokens from `first` to before `end`; its computation must be split at these
+    lengths. `newest` is the length of the slot's last checkpoint, 0 if there is none. The lengths
+    include all multiples of `every` in the chunk, unless `every` is 0.
     """
     lengths: list[int] = []
     bound = math.inf
@@ -64,7 +64,10 @@ def most_checkpoints(num_tokens: int, part_tokens: int) -> int:
 
 
 def _checkpoint_lengths(end: int) -> Iterator[int]:
-    """Yield the lengths before `end` that deserve a checkpoint, descending."""
+    """Yield, descending, the lengths that deserve a checkpoint in a prompt part that ends at `end`.
+
+    Two are near the end; the others are multiples of `_APART`.
+    """
     yield from (end - before for before in _BEFORE_END)
     last = (end - _BEFORE_END[-1]) // _APART * _APART
     yield from range(last, 0, -_APART)
@@ -94,7 +97,7 @@ class KeptCheckpoints:
         return kept[-1] if kept else None
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Replace the checkpoints of slot `target` by those of slot `source` up to `length` tokens.
+        """Replace slot `target`'s checkpoints by slot `source`'s of at most `length` tokens.
 
         `source` and `target` may be the same slot.
         """
@@ -114,8 +117,9 @@ class KeptCheckpoints:
     def _drop_one(self) -> None:
         """Drop the checkpoint whose loss is expected to cost the fewest recomputed tokens.
 
-        An edit at a distance d from the end has a weight of 1 / d. A slot's last checkpoint is
-        dropped only when every slot has at most one; then the oldest is dropped first.
+        Edits at a distance d from the end are assumed to have a probability proportional to 1 / d.
+        A slot's last checkpoint is dropped only when every slot has at most one; then the oldest
+        is dropped first.
         """
         candidates = []
         for slot, kept in enumerate(self._slots):

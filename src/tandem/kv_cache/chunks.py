@@ -12,7 +12,7 @@ CHUNKED = "chunked_attention"
 
 
 class SeesOwnChunk(NamedTuple):
-    """Stands for a mask where every token sees the earlier tokens of its chunk."""
+    """Stands for a mask where every token sees itself and the earlier tokens of its chunk."""
 
     size: int
     """Positions of a chunk."""

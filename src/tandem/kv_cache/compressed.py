@@ -1,7 +1,7 @@
 """Compressed keys: a layer keeps one key per window of tokens, beside its sliding window.
 
-A key is its own value, and all heads share it. It is added with the last token of its window. A
-truncated slot therefore keeps the keys of all complete windows, and writes later keys again.
+A key is its own value, and all heads share it. Each key is added with the last token of its window.
+A truncated slot therefore keeps the keys of all complete windows, and writes later keys again.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class CompressedStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all keys take."""
+        """Bytes that the keys of all layers and slots take, unused room included."""
         return sum(keys.num_bytes for keys in self._layers.values())
 
     def bytes_of(self, num_tokens: int) -> int:
@@ -37,21 +37,21 @@ class CompressedStore:
 
     @property
     def ratios(self) -> set[int]:
-        """All layers' numbers of tokens per key, without duplicates."""
+        """The set of the layers' ratios: tokens per key."""
         return {keys.ratio for keys in self._layers.values()}
 
     def add(self, number: int, keys: CompressedKeys, capacity: int) -> None:
-        """Add a layer's empty keys, with room for `capacity` tokens in each slot."""
+        """Add the empty `keys` of layer `number`; make room for `capacity` tokens in each slot."""
         self._layers[number] = keys
         keys.reserve(self._num_slots, capacity)
 
     def reserve(self, capacity: int, used: int) -> None:
-        """Make room for `capacity` tokens in each slot, of which the first `used` are kept."""
+        """Make room for `capacity` tokens in each slot; keep the first `used` tokens' keys."""
         for keys in self._layers.values():
             keys.reserve(self._num_slots, capacity, used)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot to another."""
+        """Copy the keys of slot `source`'s first `length` tokens to slot `target`."""
         for keys in self._layers.values():
             keys.of_tokens(target, 0, length).copy_(keys.of_tokens(source, 0, length))
 
@@ -62,9 +62,9 @@ class CompressedStore:
             keys.invent(length)
 
     def memory(self, slot: int, first: int, num_tokens: int) -> Iterator[Tensor]:
-        """Yield each layer's memory for the keys of a slot's tokens from `first` on.
+        """Yield for each layer a view of the keys of a slot's `num_tokens` tokens from `first` on.
 
-        It is (keys, bytes) uint8. The tokens must fill whole windows.
+        The views are (keys, bytes) uint8. The tokens must fill whole windows.
         """
         for _, keys in sorted(self._layers.items()):
             yield keys.of_tokens(slot, first, num_tokens)

@@ -34,7 +34,7 @@ _GROWTH = 32
 
 
 class KvCache(SlotCache):
-    """Keys and values of all layers for a fixed number of slots, whose room for tokens grows."""
+    """Keys and values of all layers on the CPU, for a fixed number of slots that grow."""
 
     keeps_latents = True
     states: CpuStates
@@ -43,7 +43,7 @@ class KvCache(SlotCache):
     def __init__(
         self, threads: CpuThreads, num_slots: int, capacity: int, *, kv_dtype: str = "auto"
     ) -> None:
-        """Hold `num_slots` slots, with room for `capacity` tokens each before they grow.
+        """Start with `num_slots` empty slots, each with room for `capacity` tokens until they grow.
 
         `kv_dtype` is "fp32", "bf16" or "int8"; "auto" is the model's dtype.
         """
@@ -70,7 +70,7 @@ class KvCache(SlotCache):
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of keys, values and index keys that one decode step of all slots reads."""
+        """Bytes that a decode step of all slots reads: keys, values, index and compressed keys."""
         return sum(
             layer.bytes_of(layer.form.most_seen(length))
             for layer in self._layers.values()
@@ -78,21 +78,24 @@ class KvCache(SlotCache):
         ) + sum(map(self._read_bytes, self.lengths))
 
     def _read_bytes(self, length: int) -> int:
-        """Return the bytes of index keys and compressed keys that a token reads in a slot."""
+        """Return the bytes of index keys and compressed keys that a token reads.
+
+        `length` is the number of tokens in the token's slot.
+        """
         compressed = self.compressed.read_bytes(length, self.index_keys)
         return self.index_keys.read_bytes(length) + compressed
 
     def can_move(self, num_tokens: int) -> bool:
-        """Tell whether segments of `num_tokens` tokens fill whole blocks in every layer.
+        """Tell whether segments of `num_tokens` tokens can be moved out of slots and in again.
 
-        Only layers used so far count; False if there are none. States are not considered, because
-        they do not belong to single tokens.
+        They can if they fill whole blocks in every layer used so far; False if no layer was used.
+        States are ignored, because they do not belong to single tokens.
         """
         blocks = self.index_keys.blocks | self.compressed.ratios
         return bool(self._layers) and all(num_tokens % n == 0 for n in blocks)
 
     def layers_of(self, slot: int) -> list[tuple[CachedAttention, int]]:
-        """Return the layers in order, each with the first position that a slot keeps."""
+        """Return all layers in order, each with the first position that it still has of a slot."""
         layers = [self._layers[number] for number in sorted(self._layers)]
         windows = [layer.form.kept_window for layer in layers]
         firsts = [self._rings.first(slot, window) if window else 0 for window in windows]
@@ -150,19 +153,20 @@ class KvCache(SlotCache):
         self._rings.follow(source, target)
 
     def reachable(self, slot: int, length: int) -> int:
-        """Return how many of its first `length` tokens a slot can continue from.
+        """Return how many of a slot's first `length` tokens the slot can continue from.
 
-        0 if layers with a window no longer have what the next token sees. With states, the result
-        may be only the length of the longest checkpoint.
+        0 if the ring of a layer no longer has a position that the next token sees. In a model with
+        states, the result may be only the length of the longest checkpoint.
         """
         length = super().reachable(slot, length)
         return length if self._rings.reaches(slot, length) else 0
 
     def cut(self, slot: int, length: int) -> bool:
-        """Forget a slot's tokens from `length` on, so that other tokens can be put in.
+        """Forget a slot's tokens from `length` on, so that a caller can write other tokens there.
 
-        The slot's states are lost until some are put in. Returns False, and forgets nothing, if
-        layers with a window no longer have what the next token sees.
+        The slot's states are lost: `states.put_in` must be called before the next step. Returns
+        False, and forgets nothing, if the ring of a layer no longer has a position that the next
+        token sees; otherwise True.
         """
         if not self._rings.reaches(slot, length):
             return False
@@ -203,7 +207,7 @@ class KvCache(SlotCache):
     def select_of_layer(
         self, new: NewIndexKeys, key: Tensor, query: Tensor, weights: Tensor | None
     ) -> Tensor:
-        """Compute `select`; this is the function inside its opaque call."""
+        """Do the work of `select`, which calls this function as an opaque call."""
         tokens = (self.slots, self.positions, self._segments)
         kept = self.index_keys.append(new, *tokens, key)
         return self.index_keys.select(kept, self._segments, new.selection, query, weights)
@@ -214,7 +218,7 @@ class KvCache(SlotCache):
         return self.positions
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Append the expected layer's new keys and values, and attend: (n_tokens, heads, dim)."""
+        """Append the expected layer's keys and values; return attention (n_tokens, heads, dim)."""
         attention = self._layer_for(call)
         if call.selected is not None and call.form.window and call.compressed is None:
             raise NotInSlotsError("positions are selected within a window")
@@ -229,7 +233,7 @@ class KvCache(SlotCache):
         value: Tensor,
         *more: Tensor,
     ) -> Tensor:
-        """Compute `attend` for a known layer; `more` are the call's `optional_tensors`."""
+        """Do the work of `attend` for one layer; `more` are the call's `optional_tensors`."""
         optional, form = OptionalTensors.of(attention, more), attention.form
         out = query.new_empty((query.shape[1], form.num_heads, form.value_dim))
         for _, some in pieces_of_step(self._segments, form.kept_window):
@@ -241,7 +245,7 @@ class KvCache(SlotCache):
         return out
 
     def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
-        """Append new latents as `attend` does, and attend to the slots' latents, expanded."""
+        """Append new latents; return attention to keys and values expanded from latents."""
         attention, form = self._layer_for(call), expansion.form
         out = call.query.new_empty((call.query.shape[1], form.num_heads, form.value_dim))
         for segments, some in pieces_of_step(self._segments, attention.form.kept_window):
@@ -253,7 +257,7 @@ class KvCache(SlotCache):
         return out
 
     def _layer_for(self, call: AttentionCall) -> CachedAttention:
-        """Return the expected layer, which is created on first use for keys like the call's."""
+        """Return the expected layer; on its first use, create it for the call's form and dtype."""
         number, key = self._expected_layer(), call.key
         if key.dtype not in VALUE_DTYPES or key.shape[1] != len(self.positions):
             raise NotInSlotsError(f"keys are {key.dtype} of shape {tuple(key.shape)}")
@@ -286,7 +290,7 @@ class KvCache(SlotCache):
         self.compressed.add(layer, compressed, self._capacity)
 
     def reserve(self, needed: int) -> None:
-        """Make room for `needed` tokens in each slot; raises `CapacityError` if there is none."""
+        """Make room for `needed` tokens in each slot; raises `CapacityError` if memory is short."""
         if needed <= self._capacity:
             return
         before = self._capacity
@@ -306,7 +310,8 @@ class KvCache(SlotCache):
     def _require_memory(self, layers: list[CachedAttention]) -> None:
         """Raise `CapacityError` unless memory has room for `layers` of `_capacity` tokens per slot.
 
-        Layers grow one after another, so only one layer at a time exists twice.
+        Index keys and compressed keys are included. The copy of a layer that exists while it grows
+        is not, because layers grow one after another.
         """
         needed = sum(layer.bytes_of(_room(layer.form, self._capacity)) for layer in layers)
         for kept in (self.index_keys, self.compressed):
@@ -318,8 +323,8 @@ class KvCache(SlotCache):
     def _expect_kind(self, attention: CachedAttention, capacity: int) -> None:
         """Raise `CapacityError` unless memory has room for all layers with this layer's window.
 
-        Assumes that `attention` is the largest of them. Layers that exist already have their
-        memory.
+        Assumes that none of them is larger than `attention`. The layers of earlier calls are
+        included; memory that layers have allocated already is not counted twice.
         """
         windows, window = list(self.windows_by_layer.values()), attention.form.kept_window
         count = windows.count(window) if window else self.num_layers - len(windows)
@@ -329,7 +334,7 @@ class KvCache(SlotCache):
     def _require_bytes(self, needed: int, held: int = 0) -> None:
         """Raise `CapacityError` unless `needed` bytes fit; `held` of them are allocated already.
 
-        Frees expanded keys if that makes room.
+        Frees the keys expanded from latents before it gives up.
         """
         if needed - held > host_memory.available_bytes():
             self._expanded.clear()  # it can be computed again
@@ -358,7 +363,7 @@ def _advance(cache: KvCache, state: LayerState, *inputs: Tensor) -> Tensor:
 
 
 def _room(form: AttentionForm, capacity: int) -> int:
-    """Return how many positions a layer keeps in slots with room for `capacity` tokens."""
+    """Return how many positions a layer stores per slot: `capacity`, or its ring's size if less."""
     return min(capacity, ring_size(form.kept_window)) if form.kept_window else capacity
 
 

@@ -12,7 +12,7 @@ from tandem.kv_cache.states import KeptStates, StateKey
 
 
 class CpuStates(KeptStates[LayerState]):
-    """States that native kernels advance."""
+    """States in host memory, which native kernels advance."""
 
     def __init__(self, num_slots: int) -> None:
         """Hold states for `num_slots` slots; layers are added when the model uses them."""
@@ -25,7 +25,7 @@ class CpuStates(KeptStates[LayerState]):
         return layer.states, layer.kept, layer.log
 
     def layer(self, key: StateKey, operation: Callable[[], StateOperation]) -> LayerState:
-        """Return a state's operation and its memory for all slots, created on first use."""
+        """Return the operation and all slots' states of `key`; create them on first use."""
         if key not in self._layers:
             self._layers[key] = new_layer_state(self._num_slots, operation())
             self._kept.append(self._layers[key].kept.numpy())
@@ -47,7 +47,7 @@ class CpuStates(KeptStates[LayerState]):
     def can_take_back(self, slot: int, num_tokens: int) -> bool:
         """Tell whether a slot's last `num_tokens` tokens were drafted in its last step.
 
-        False while the slot's states are lost.
+        False from `lose` until the slot's states are set again.
         """
         return super().can_take_back(slot, num_tokens) and slot not in self._lost
 
@@ -67,18 +67,21 @@ class CpuStates(KeptStates[LayerState]):
     # ---- moving ----------------------------------------------------------------------------------
 
     def keep_every(self, num_tokens: int) -> None:
-        """Also leave a checkpoint at every multiple of `num_tokens` tokens of prompts."""
+        """Make later prefills leave checkpoints at all multiples of `num_tokens` tokens as well."""
         self._every = num_tokens
 
     def lose(self, slot: int, length: int) -> None:
-        """Cut a slot to `length` without states; `put_in` must set them before the next step."""
+        """Drop a slot's checkpoints of more than `length` tokens, and consider its states lost.
+
+        `put_in` must set the states before the slot's next step.
+        """
         self._checkpoints.copy(slot, slot, length)
         self._keep_drafted(slot, 0)
         self._lost.add(slot)
 
     @torch.inference_mode()
     def take_out(self, slot: int, length: int) -> memoryview | None:
-        """Return a copy of a slot's checkpoint at exactly `length`; None: there is none."""
+        """Return a slot's checkpoint at exactly `length` tokens as bytes; None: there is none."""
         kept = self._checkpoints.longest(slot, length)
         if kept is None or kept.length != length:
             return None
@@ -87,7 +90,10 @@ class CpuStates(KeptStates[LayerState]):
 
     @torch.inference_mode()
     def put_in(self, slot: int, length: int, data: memoryview) -> None:
-        """Set a slot's states to what `take_out` returned, and keep them as a checkpoint."""
+        """Set a slot's states to what `take_out` returned; keep them as a checkpoint at `length`.
+
+        Raises `ValueError` if the number of bytes differs from the states'.
+        """
         own = [layer.states[slot] for layer in self._layers.values()]
         pieces = pieces_of(data, [state.nbytes for state in own])
         states = []
@@ -100,7 +106,7 @@ class CpuStates(KeptStates[LayerState]):
 
 
 def pieces_of(data: memoryview, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Split bytes from a file or another slot into tensors of the given sizes.
+    """Split bytes from a file or another slot into uint8 tensors of the given sizes.
 
     Raises `ValueError` if the sizes do not add up to the number of bytes.
     """

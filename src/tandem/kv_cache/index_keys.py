@@ -46,28 +46,31 @@ class Selection(NamedTuple):
 
     @classmethod
     def of_heads(cls, scale: float, most_blocks: int, block: int, num_local: int) -> "Selection":
-        """Select `most_blocks` blocks for each head, including the last `num_local`."""
+        """Return a selection in which each head selects `most_blocks` blocks.
+
+        The last `num_local` blocks are always among them.
+        """
         most = most_blocks * block
         return cls(scale, most, block, by_head=True, num_local=min(num_local, most_blocks))
 
     @classmethod
     def of_blocks(cls, scale: float, most_blocks: int, block: int) -> "Selection":
-        """Select `most_blocks` blocks, and the tokens after the last whole block."""
+        """Return a selection of `most_blocks` blocks and the tokens after the last whole block."""
         return cls(scale, (most_blocks + 1) * block - 1, block)
 
     @classmethod
     def of_keys(cls, scale: float, most_keys: int, block: int) -> "Selection":
-        """Select `most_keys` keys, one per block."""
+        """Return a selection of `most_keys` keys, which are stored one per block."""
         return cls.of_blocks(scale, most_keys, block)._replace(are_keys=True)
 
     @property
     def most_blocks(self) -> int:
-        """The most blocks that are selected."""
+        """The largest number of blocks that a token, or each of its heads, selects."""
         return self.most // self.block if self.by_head else (self.most + 1) // self.block - 1
 
     @property
     def width(self) -> int:
-        """How many numbers encode what a token, or one of its heads, sees."""
+        """The size of the last dimension of `IndexStore.select`'s result."""
         return self.most_blocks if self.are_keys or self.by_head else self.most
 
     @property
@@ -77,7 +80,7 @@ class Selection(NamedTuple):
 
     @property
     def key_block(self) -> int:
-        """Tokens per stored key, apart from pooled keys."""
+        """Tokens per stored key; pooled keys are stored separately, one per `block`."""
         return self.block if self.are_keys else 1
 
 
@@ -86,7 +89,7 @@ Pool = Callable[[Tensor], Tensor]
 
 
 class NewIndexKeys(NamedTuple):
-    """The layer that a step's index keys belong to, and how they select positions."""
+    """A layer's number, and how its index keys are pooled and select positions."""
 
     layer: int
     selection: Selection
@@ -98,18 +101,18 @@ class KeptIndexKeys:
     """The index keys of a model's layers by slot; scores are in fp32."""
 
     def __init__(self, num_slots: int, zeros: Zeros) -> None:
-        """Start empty, for `num_slots` slots, in memory from `zeros`."""
+        """Start empty, for `num_slots` slots; `zeros` allocates the keys."""
         self._num_slots, self._zeros, self._capacity = num_slots, zeros, 0
         self._layers: dict[tuple[int, int], Tensor] = {}
         """(slots, capacity / block, dim), by layer number and block size"""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all index keys take."""
+        """Bytes that the index keys of all layers and slots take, unused room included."""
         return sum(keys.nbytes for keys in self._layers.values())
 
     def reserve(self, capacity: int, used: int) -> None:
-        """Make room for `capacity` tokens in each slot, of which the first `used` are kept."""
+        """Make room for `capacity` tokens in each slot; keep the first `used` tokens' keys."""
         self._capacity = capacity
         for (layer, block), keys in self._layers.items():
             count = -(-used // block)
@@ -117,18 +120,18 @@ class KeptIndexKeys:
             new[:, :count] = keys[:, :count]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot to another."""
+        """Copy the keys of slot `source`'s first `length` tokens to slot `target`."""
         for (_, block), keys in self._layers.items():
             count = -(-length // block)
             keys[target, :count] = keys[source, :count]
 
     def pretend(self, length: int) -> None:
-        """Fill every slot with `length` made-up tokens."""
+        """Fill every slot with made-up keys for `length` tokens."""
         for (_, block), keys in self._layers.items():
             keys[:, : -(-length // block)].normal_()
 
     def _kept(self, layer: int, block: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a layer's keys for all slots, which are allocated on first use."""
+        """Return all slots' keys of a layer, one per `block` tokens; allocate them on first use."""
         if (layer, block) not in self._layers:
             with torch.inference_mode(False):
                 self._layers[layer, block] = self._room(block, dim, dtype)
@@ -139,7 +142,7 @@ class KeptIndexKeys:
 
 
 class IndexStore(KeptIndexKeys):
-    """Index keys on the CPU, in their own dtype."""
+    """Index keys on the CPU, stored in the model's dtype if kernels read it, otherwise in fp32."""
 
     def __init__(self, num_slots: int) -> None:
         """Start empty, for `num_slots` slots; layers are added when the model uses them."""
@@ -155,14 +158,14 @@ class IndexStore(KeptIndexKeys):
 
     @property
     def blocks(self) -> set[int]:
-        """All layers' numbers of tokens per key, without duplicates."""
+        """The set of the layers' numbers of tokens per key."""
         return {block for _, block in self._layers}
 
     def memory(self, slot: int, first: int, num_tokens: int) -> Iterator[Tensor]:
-        """Yield each layer's memory for the keys of a slot's tokens from `first` on.
+        """Yield for each layer a view of the keys of a slot's `num_tokens` tokens from `first` on.
 
-        It is (blocks, bytes) uint8.
-        The tokens must fill whole blocks.
+        The views are (keys, bytes) uint8. The tokens must fill whole blocks. A layer with pooled
+        keys has two views.
         """
         for (_, block), keys in sorted(self._layers.items()):
             yield keys[slot, first // block : (first + num_tokens) // block].view(torch.uint8)
@@ -170,23 +173,26 @@ class IndexStore(KeptIndexKeys):
     def read_tokens(self, layer: int, length: int) -> int:
         """Return how many tokens a layer's attention reads in a slot of `length` tokens.
 
-        With an indexer, these are at most as many as it selects; otherwise all.
+        In a layer with an indexer, at most the number of positions that the indexer selects.
         """
         is_indexed = any(layer == number for number, _ in self._layers)
         return min(length, self._most) if is_indexed else length
 
     def read_bytes(self, length: int) -> int:
-        """Return the most bytes of index keys that a token reads in a slot of `length` tokens."""
+        """Return the most bytes of index keys that a token reads in a slot of `length` tokens.
+
+        0 if attention sees all positions, because nothing is scored then.
+        """
         return self.bytes_of(length) if length > self._most else 0
 
     def reserve(self, capacity: int, used: int) -> None:
-        """Make room for `capacity` tokens in each slot, of which the first `used` are kept."""
+        """Make room for `capacity` tokens in each slot; keep the first `used` tokens' keys."""
         super().reserve(capacity, used)
         for number, block in self._native:
             self.native(number, block)
 
     def native(self, layer: int, block: int = 1) -> _native.IndexLayer:
-        """Return a layer's keys as native steps read them; the object stays valid as they grow."""
+        """Return a layer's keys in the form that native steps read; `reserve` updates them."""
         native = self._native.setdefault((layer, block), _native.IndexLayer())
         native.set_keys(self._layers[layer, block], block)
         return native
@@ -201,7 +207,9 @@ class IndexStore(KeptIndexKeys):
     ) -> Tensor:
         """Store keys (n_tokens, any) of a layer, and the pooled keys of blocks that are now whole.
 
-        Returns the keys that `select` scores, of all slots: the pooled keys if there is a `pool`.
+        Returns the keys in all slots that `select` scores: the pooled keys if `new` has a `pool`,
+        otherwise the stored keys. `slots` and `positions` are (n_tokens,); `segments` describe the
+        same tokens.
         """
         block = new.selection.key_block
         tokens = self._kept(new.layer, block, keys.shape[1], _dtype_of(keys))
@@ -230,10 +238,10 @@ class IndexStore(KeptIndexKeys):
     ) -> Tensor:
         """Return the positions that tokens see: (n_tokens, most) int32.
 
-        A token whose first number is -1 sees all positions up to its own. If keys are selected, the
-        numbers are those of keys. If each head selects for itself, they are the numbers of blocks,
-        (n_tokens, heads, most). `query` is (n_tokens, heads, dim) and `weights` (n_tokens, heads),
-        in the order of `segments`.
+        A token whose first number is -1 sees all positions up to its own. With `are_keys`, the
+        result has numbers of keys instead of positions; with `by_head`, it has numbers of blocks,
+        (n_tokens, heads, most). `kept` must be what `append` returned. `query` is (n_tokens, heads,
+        dim) and `weights` (n_tokens, heads), in the order of `segments`.
         """
         self._most = most = selection.most
         heads = (query.shape[1],) if selection.by_head else ()
@@ -258,7 +266,7 @@ class IndexStore(KeptIndexKeys):
 
 
 def _dtype_of(keys: Tensor) -> torch.dtype:
-    """Return the dtype in which keys are stored: their own if kernels can score it, else fp32."""
+    """Return the dtype in which to store `keys`: the same if kernels can read it, else fp32."""
     return keys.dtype if keys.dtype in VALUE_DTYPES else torch.float32
 
 
@@ -275,7 +283,8 @@ def _cut(tokens: range, count: int) -> Iterator[slice]:
 def scores_of(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None) -> Tensor:
     """Return each token's score for each block: (n_tokens, n_blocks).
 
-    `keys` are (n_blocks, dim) or (n_tokens, n_blocks, dim).
+    `keys` are (n_blocks, dim) or (n_tokens, n_blocks, dim), `weights` (n_tokens, heads); without
+    weights, the heads' scores are added.
     """
     by_head = torch.relu(torch.matmul(query.float(), keys.transpose(-1, -2)) * scale)
     if weights is None:
@@ -284,10 +293,11 @@ def scores_of(keys: Tensor, scale: float, query: Tensor, weights: Tensor | None)
 
 
 def scores_by_head(keys: Tensor, selection: Selection, query: Tensor, own: Tensor) -> Tensor:
-    """Score blocks for each head by their best key up to a token: (n_tokens, heads, n_blocks).
+    """Return each head's score of each block: (n_tokens, heads, n_blocks).
 
-    Keys are (n_positions, dim) or (n_tokens, n_positions, dim); `own` has the tokens' positions.
-    Blocks that are always selected have an infinite score.
+    A block's score is the best among its keys up to the token's position; `own` has the tokens'
+    positions. `keys` are (n_positions, dim) or (n_tokens, n_positions, dim). Blocks that are always
+    selected have an infinite score.
     """
     block, count = selection.block, keys.shape[-2]
     scores = torch.matmul(query.float(), keys.transpose(-1, -2)) * selection.scale
@@ -302,22 +312,26 @@ def scores_by_head(keys: Tensor, selection: Selection, query: Tensor, own: Tenso
 
 
 def greatest_by_head(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
-    """Return a mask of the blocks that each head selects, by scores (n_tokens, heads, n_blocks)."""
+    """Return a mask of the blocks that each head selects by `scores` (n_tokens, heads, n_blocks).
+
+    The mask has the shape of `scores`; `own` has the tokens' positions.
+    """
     counts = (own // selection.block + 1).repeat_interleave(scores.shape[1])
     most = min(selection.most_blocks, scores.shape[2])
     return greatest(scores.flatten(0, 1), counts, most).view_as(scores)
 
 
 def _blocks(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
-    """Return the numbers (n_tokens, heads, most) of the selected blocks."""
+    """Return the numbers of the blocks that each head selects: (n_tokens, heads, most_blocks)."""
     is_best = greatest_by_head(scores, selection, own)
     return is_best.nonzero()[:, 2].view(*scores.shape[:2], selection.most_blocks)
 
 
 def _positions(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
-    """Return the positions (n_tokens, most) that tokens at `own` see: best blocks, then the tail.
+    """Return the positions (n_tokens, most) that tokens at positions `own` see.
 
-    If keys are selected, returns the numbers of the best keys.
+    The positions of the best blocks come first, then those after the last whole block, padded with
+    -1. If keys are selected, the result has the numbers of the best keys instead.
     """
     block, most = selection.block, selection.most_blocks
     is_best = greatest(scores, (own + 1) // block, most)
@@ -331,11 +345,11 @@ def _positions(scores: Tensor, selection: Selection, own: Tensor) -> Tensor:
 
 
 def greatest(scores: Tensor, counts: Tensor, most: int) -> Tensor:
-    """Return a mask of the `most` greatest among the first `counts` (n,) of scores (n, blocks).
+    """Return a mask of the `most` greatest scores in each row of `scores` (n, blocks).
 
-    Among equal scores the first are chosen: `topk`'s choice would depend on masked scores, and so
-    on how prompts are cut into steps. NaN counts as the greatest score, so that attention reads its
-    block and the logits show the NaN.
+    Only the first `counts` (n,) scores of a row are candidates. Among equal scores the first are
+    chosen: `topk`'s choice would depend on masked scores, and so on how prompts are cut into steps.
+    NaN counts as the greatest score, so that attention reads its block and the logits show the NaN.
     """
     later = torch.arange(scores.shape[1], device=scores.device) >= counts[:, None]
     scores = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))

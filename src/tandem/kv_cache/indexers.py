@@ -45,29 +45,30 @@ class SeesAllBefore:
     dtype = torch.bool
 
     def __getitem__(self, part: object) -> "SeesAllBefore":
-        """Return itself for any part."""
+        """Return this mask, whichever part of it is requested."""
         return self
 
     def __invert__(self) -> "SeesAllBefore":
-        """Return itself; it stands for the inverted mask too."""
+        """Return this mask, which stands for the inverted mask too."""
         return self
 
     def is_floating_point(self) -> bool:
-        """Return False, because it is a boolean mask."""
+        """Return False, because this stands for a boolean mask."""
         return False
 
     def __and__(self, selected: SelectedPositions) -> SelectedPositions:
-        """Return what an indexer selected, which is never later than the token."""
+        """Return `selected` as it is: an indexer selects no position after the token's own."""
         return selected
 
 
 def masks_by_layer_type(
     model: PreTrainedModel, layers: Iterable[object]
 ) -> dict[str, SeesAllBefore | SeesOwnChunk | None]:
-    """Return the masks that must be passed to a model's forward, by layer type; often none.
+    """Return the masks to pass to a model's forward, by layer type; empty if the model needs none.
 
     A mask is needed where an indexer's code adds it to scores, and in models with chunked
-    attention. `layers` are the layers of the model's cache.
+    attention; the model's other layer types have None. `layers` are the layers of the model's
+    cache.
     """
     config = model.config.get_text_config(decoder=True)
     kinds = value_of(config, "layer_types") or []
@@ -124,21 +125,21 @@ class IndexScores:
         return replace(self, weights=left)
 
     def __mul__(self, factor: float) -> "IndexScores":
-        """Scale the scores."""
+        """Record that the scores are multiplied by `factor`, which must be positive."""
         if self.query is None or self.weights is not None or not factor > 0:
             raise UnknownIndexerError("an indexer scales something else than scores")
         return replace(self, scale=self.scale * factor)
 
     def transpose(self, first: int, second: int) -> "IndexScores":
-        """Return the keys transposed for the product: (b, dim, n_positions)."""
+        """Return this stand-in as the transposed keys of the product: (b, dim, n_positions)."""
         return self._shaped({first, second} == {-1, -2} and self.query is None)
 
     def unsqueeze(self, dim: int) -> "IndexScores":
-        """Return the keys with a dimension for heads: (b, 1, dim, n_positions)."""
+        """Return this stand-in as keys with a dimension for heads: (b, 1, dim, n_positions)."""
         return self._shaped(dim == 1 and self.query is None)
 
     def squeeze(self, dim: int) -> "IndexScores":
-        """Return the weighted scores (b, n_tokens, n_positions), without the heads' dimension."""
+        """Return this stand-in as weighted scores without heads: (b, n_tokens, n_positions)."""
         return self._shaped(dim == -2 and self.weights is not None)
 
     def _shaped(self, is_known: bool) -> "IndexScores":
@@ -161,14 +162,14 @@ class IndexScores:
         return (sys.maxsize,)
 
     def topk(self, most: int, dim: int = -1) -> "Selected":
-        """Select the positions of the greatest scores."""
+        """Call `select` with what was recorded; return the positions of the `most` best scores."""
         if self.query is None or self.weights is None or not self.is_masked or dim != -1:
             raise UnknownIndexerError("an indexer selects by something else than weighted scores")
         selection, weights = Selection(self.scale, most), self.weights.squeeze(-2)
         return Selected(self.select(selection, self.key, self.query, weights))
 
     def float(self) -> "IndexScores":
-        """Return itself: scores are in fp32."""
+        """Return this stand-in, because scores are in fp32 already."""
         return self
 
 

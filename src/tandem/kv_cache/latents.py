@@ -29,7 +29,7 @@ _INT8_OFFSET = 128  # added to int8 keys
 
 
 def most_expanded_bytes(available_bytes: int) -> int:
-    """Return how much free memory the expanded keys and values of all slots may take."""
+    """Return how many of `available_bytes` the expanded keys and values of all slots may take."""
     return int(_SHARE * max(0, available_bytes))
 
 
@@ -54,7 +54,7 @@ class _Expanded(NamedTuple):
 
 
 class ExpandedKeys:
-    """Expanded keys and values of slots with prompts, which are kept while memory is free.
+    """The keys and values expanded from slots' latents; they are kept while memory is free.
 
     Keys and values that were dropped are expanded again when needed, which only costs time.
     """
@@ -94,9 +94,10 @@ class ExpandedKeys:
         expansion: Expansion,
         out: Tensor,
     ) -> None:
-        """Attend to the slots' latents, slot by slot, into `out` (n_tokens, heads, value dim).
+        """Attend to expanded keys and values, slot by slot; write to `out`.
 
-        The tokens, at `positions` (n_tokens,), must have been appended before.
+        `out` is (n_tokens, heads, value dim). The latents of the tokens, at `positions`
+        (n_tokens,), must be in `kept` already.
         """
         form, query, selected = expansion.form, call.query, call.selected
         begin = 0
@@ -113,7 +114,11 @@ class ExpandedKeys:
     def _filled(
         self, threads: CpuThreads, kept: CachedAttention, new: Segment, first: int, by: Expansion
     ) -> CachedAttention:
-        """Return expanded keys and values, in one slot, from `first` to the last new position."""
+        """Return the expanded keys and values from position `first` to `new`'s last one.
+
+        They are in slot 0 of the result. Only latents that are not expanded yet, or have changed
+        since, are expanded.
+        """
         slot, length = new.slot, new.first_position + new.num_tokens - first
         self._forget_written(slot)
         layer, filled = self._room(kept, slot, length, by)
@@ -154,7 +159,10 @@ class ExpandedKeys:
         return layer, filled
 
     def _has_room(self, num_bytes: int, slot: int) -> bool:
-        """Tell whether `num_bytes` more may be used; drop other slots' expanded keys if needed."""
+        """Tell whether `num_bytes` more may be used; drop other slots' expanded keys if needed.
+
+        Those of the least recently used slot are dropped first.
+        """
         while True:
             limit = most_expanded_bytes(host_memory.available_bytes() + self.num_bytes)
             if self.num_bytes + num_bytes <= limit:
@@ -181,7 +189,7 @@ def _first_seen(form: AttentionForm, new: Segment) -> int:
 
 
 def kept_keys(layer: CachedAttention, slot: int, first: int, count: int) -> Tensor:
-    """Return a layer's stored keys of `count` tokens, (count, key dim); it must have one KV head.
+    """Return the stored keys of `count` tokens, (count, key dim), in a layer with one KV head.
 
     `first` must be the first position of a block. Keys are fp32 or bf16, as stored; int8 keys are
     returned in fp32.

@@ -74,7 +74,7 @@ class PrefixFiles:
     def keys(
         self, tokens: Sequence[int], known: Sequence[bytes] = (), *, owner: bytes = b""
     ) -> list[bytes]:
-        """Return the keys of the whole segments of some tokens.
+        """Return one key for each whole segment of a prompt's `tokens`.
 
         `known` are the keys of the first segments, if they were computed before. Keys differ for
         each `owner`, who is identified by at most 64 bytes.
@@ -140,7 +140,7 @@ class PrefixFiles:
         return body
 
     def close(self, seconds: float) -> None:
-        """End the writer after all offered segments; wait for it for at most `seconds`."""
+        """Let the writer end after the segments offered so far; wait at most `seconds` for that."""
         self._waiting.put(None)
         self._writer.join(seconds)
 
@@ -206,7 +206,10 @@ class PrefixFiles:
 
 
 def _make_private(directory: Path) -> None:
-    """Create a directory that only its user can read, or restrict an existing directory so."""
+    """Create a directory that only its user can read, or give an existing one this mode.
+
+    Raises `ConfigError` if that fails.
+    """
     try:
         directory.mkdir(mode=_DIRECTORY_MODE, exist_ok=True)
         if stat.S_IMODE(directory.stat().st_mode) != _DIRECTORY_MODE:
@@ -219,7 +222,7 @@ def _make_private(directory: Path) -> None:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """Open a new file that only its user can read."""
+    """Create a file that only its user can read, replacing an existing one; return a descriptor."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # left by an earlier process with the same number
     descriptor = os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, _FILE_MODE)

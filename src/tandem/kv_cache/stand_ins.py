@@ -80,7 +80,7 @@ class _SelectingLayer(_Layer):
         weights: Tensor | None,
         pool: Pool | None = None,
     ) -> Tensor:
-        """Call `SlotCache.select` with tensors (b, n_tokens, ...)."""
+        """Call `SlotCache.select` with tensors (b, n_tokens, ...); return a result of this form."""
         flat = None if weights is None else weights.flatten(0, 1)
         new = NewIndexKeys(self._layer, selection, pool)
         selected = self._cache.select(new, key.flatten(0, 1), query.flatten(0, 1), flat)
@@ -108,14 +108,17 @@ class _IndexedLayer(_SelectingLayer):
 
 
 class _CompressedLayer(_SelectingLayer):
-    """Stands for a layer with a window and compressed keys of all tokens."""
+    """Stands for a layer with a window, and with compressed keys beside it."""
 
     def __init__(self, cache: SlotCache, layer: int) -> None:
         super().__init__(cache, layer)
         self.states = StateHandle(cache, layer, 0)
 
     def expect_compressed(self, ratio: int, key: Tensor, selected: Tensor | None) -> None:
-        """Record the keys (b, n_tokens, dim) that attention sees beside the window's keys."""
+        """Record compressed keys (b, n_tokens, dim) for the layer's next attention call.
+
+        `ratio` and `selected` are as in `NewCompressed`.
+        """
         self._cache.expect_compressed(NewCompressed(ratio, key.flatten(0, 1)[None], selected))
 
 
@@ -140,7 +143,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     def update_recurrent_state(
         self, recurrent_states: object, state_idx: int = 0, **kwargs: object
     ) -> object:
-        """No-op: the operation has written its state."""
+        """Return the argument as it is, because the operation has written its state itself."""
         return recurrent_states
 
 
@@ -153,10 +156,10 @@ class _KeysAndStateLayer(_StateLayer, _Layer):
 
 
 def transformers_cache(model: PreTrainedModel, cache: SlotCache) -> DynamicCache:
-    """Return the cache object for a forward; set the windows and numbers of layers in `cache`.
+    """Return the cache object for a forward; set `cache`'s windows and number of layers.
 
-    The object has the class that the model's code expects. Raises `NotInSlotsError` for unsupported
-    kinds of layers.
+    The object has the class that the model's code expects. Raises `NotInSlotsError` if the model
+    keeps no keys and values, or if a layer's cache has an unsupported class.
     """
     config = model.config.get_text_config(decoder=True)
     shell, chunked = DynamicCache(config=config), chunked_layers(config)

@@ -28,7 +28,7 @@ class StateKey(NamedTuple):
     kind: str
     """"convolution", "recurrence", or another name if the layer keeps more states."""
     number: int
-    """The index of the state, for layers with several of a kind."""
+    """The index of the state among the layer's states of this kind."""
 
 
 class StateHandle(NamedTuple):
@@ -47,7 +47,7 @@ class StateHandle(NamedTuple):
         return result
 
     def to(self, *args: object, **kwargs: object) -> "StateHandle":
-        """Return itself, because a model converts it as if it were a tensor."""
+        """Return this handle; a model's code converts it as if it were a tensor."""
         return self
 
 
@@ -64,7 +64,10 @@ _Layer = TypeVar("_Layer", bound=HasStates)
 
 @dataclass
 class Cut:
-    """Where a forward leaves a checkpoint: between two of its tokens."""
+    """A checkpoint that a forward leaves after its first `token` tokens, in one slot.
+
+    The slot then has `length` tokens.
+    """
 
     slot: int
     token: int
@@ -106,7 +109,7 @@ class KeptStates(ABC, Generic[_Layer]):
         return (layer.states,)
 
     def begin(self, segments: Iterable[Segment]) -> None:
-        """Announce a prompt's tokens; checkpoints may follow some of them."""
+        """Announce prompts' tokens; plan after which of these tokens checkpoints are left."""
         self._cuts, self._announced = [], []
         first = 0
         for segment in segments:
@@ -127,7 +130,10 @@ class KeptStates(ABC, Generic[_Layer]):
     def _with_cuts(
         self, layer: _Layer, num_tokens: int, compute: Callable[[slice], Tensor]
     ) -> Tensor:
-        """Return a layer's outputs for the announced tokens; save its states at the cuts."""
+        """Return a layer's outputs for the announced tokens; copy its states at each `Cut`.
+
+        `compute` advances the states over a range of the tokens and returns the outputs.
+        """
         outputs, first = [], 0
         for cut in self._cuts:
             outputs.append(compute(slice(first, cut.token)))
@@ -178,9 +184,10 @@ class KeptStates(ABC, Generic[_Layer]):
         return num_tokens <= self._drafted[slot]
 
     def usable(self, slot: int, length: int, held: int) -> int:
-        """Return how many of its first `length` tokens a slot can continue from.
+        """Return how many of a slot's first `length` tokens the slot can continue from.
 
-        The slot holds `held` tokens.
+        `held` is the number of all tokens of the slot. If its states cannot go back to `length`,
+        the result is the length of the longest checkpoint; 0: there is none.
         """
         if not self or self.can_take_back(slot, held - length):
             return length
@@ -190,7 +197,7 @@ class KeptStates(ABC, Generic[_Layer]):
     def go_back(self, source: int, target: int, length: int, num_less: int) -> None:
         """Set slot `target` to the states that slot `source` had after its first `length` tokens.
 
-        `length` must be `usable`; `source` has `num_less` tokens more.
+        `usable` must have returned `length`; `source` now has `num_less` tokens more.
         """
         if not self.can_take_back(source, num_less):
             self._restore(source, target, length)
@@ -202,9 +209,10 @@ class KeptStates(ABC, Generic[_Layer]):
 
     @torch.inference_mode()
     def _restore(self, source: int, target: int, length: int) -> None:
-        """Set slot `target` to slot `source`'s checkpoint at `length`; copy checkpoints up to it.
+        """Set slot `target` to slot `source`'s checkpoint at `length`; copy `source`'s checkpoints.
 
-        There is no checkpoint at length 0, because operations begin there with zeros.
+        Only checkpoints of at most `length` tokens are copied. There is no checkpoint at length 0,
+        because operations begin there with zeros.
         """
         self._checkpoints.copy(source, target, length)
         self._keep_drafted(target, 0)
@@ -230,14 +238,14 @@ class KeptStates(ABC, Generic[_Layer]):
 
 
 def _on_host(state: Tensor) -> Tensor:
-    """Return a copy in host memory, to which a GPU writes asynchronously.
+    """Return a copy of a state in host memory; a GPU writes the copy asynchronously.
 
-    Nothing waits for it: the GPU later reads the copy in stream order.
+    The host must not read such a copy: only the GPU does, later in the same stream.
     """
     host = torch.empty(state.shape, dtype=state.dtype, device="cpu", pin_memory=state.is_cuda)
     return host.copy_(state, non_blocking=True)
 
 
 def most_checkpoint_bytes(available_bytes: int) -> int:
-    """Return how much free memory the checkpoints of all slots may take."""
+    """Return how many of `available_bytes` the checkpoints of all slots may take."""
     return min(_MOST_BYTES, int(_MOST_SHARE * max(0, available_bytes)))

@@ -66,9 +66,9 @@ def device_parts(
 ) -> DeviceParts:
     """Compile the kernels, pin the store, measure the GPU and divide its memory.
 
-    Raises `CapacityError` or `ConfigError` if something is missing; nothing is then left pinned or
-    limited. Tests replace the GPU by `streams` and `device_kernels`. The caller must bind the
-    experts modules again afterwards.
+    Raises `TandemError` if the GPU, the model's devices or the profile do not fit; then no memory
+    stays pinned, and GPU memory is not limited. Tests replace the GPU by `streams` and
+    `device_kernels`. The caller must bind the experts modules again afterwards.
     """
     model, options = observed.model, observed.options
     _say_if_planned(observed)
@@ -150,7 +150,7 @@ def _handed_steps(
 def compiled_kernels(
     kernels: DeviceKernels, observed: ObservedModel, streams: CudaStreams
 ) -> DeviceKernels:
-    """Return kernels compiled for a model's layers; torch's kernels if compiling fails."""
+    """Return `kernels`, compiled for a model's layers; if that fails, warn and return torch's."""
     call = observed.call
     layers = [(observed.store[layer], expert_functions(x)) for x, layer in observed.bound]
     works = kernels.compilations(layers, call.dtype, call.top_k, streams.device)
@@ -169,9 +169,9 @@ def compiled_kernels(
 
 
 def without_experts(model: PreTrainedModel, runtime: Runtime) -> Executor:
-    """Compile the steps of a dense model on the GPU, and limit GPU memory to the budget.
+    """Return the executor of a dense model on a GPU, after compiling its decode steps.
 
-    Closing the returned executor lifts the limit.
+    Limits GPU memory to the budget; closing the executor lifts the limit.
     """
     gpu = require_cuda(index=require_on_one_gpu(model))
     require_dtype(gpu, model.dtype)
@@ -183,21 +183,24 @@ def without_experts(model: PreTrainedModel, runtime: Runtime) -> Executor:
 
 
 class NoExpertsOnGpu(CpuExecutor):
-    """The executor of a dense model; it keeps the GPU's memory limited."""
+    """The executor of a dense model on a GPU; closing it lifts the limit of GPU memory."""
 
     def __init__(self, store: HostStore, threads: CpuThreads, streams: CudaStreams) -> None:
-        """Serve an empty store; the limit ends when the executor is closed or collected."""
+        """Take an empty store, and the streams whose memory the caller has limited.
+
+        The limit ends when the executor is closed or garbage-collected.
+        """
         super().__init__(store, threads)
         self._end = weakref.finalize(self, streams.limit, None)
         self._end.atexit = False
 
     def close(self) -> None:
-        """Lift the limit."""
+        """Lift the limit of GPU memory."""
         self._end()
 
 
 def _compile_steps(model: PreTrainedModel, streams: CudaStreams) -> None:
-    """Compile what decode steps launch beside their experts, before the first step runs."""
+    """Compile the GPU kernels of decode steps, except the experts', before the first step."""
     # Imported here because stepping needs all of Transformers, which is not loaded yet when this
     # module is imported.
     from tandem.decode.cuda.compiling import step_compilations
@@ -208,7 +211,7 @@ def _compile_steps(model: PreTrainedModel, streams: CudaStreams) -> None:
 
 
 def _run_all(works: Sequence[Callable[[], None]], label: str, streams: CudaStreams) -> None:
-    """Call functions on the compute stream, with a progress bar if they take long."""
+    """Call `works` on the compute stream, with a progress bar if they take long, and wait."""
     is_hidden = not logging.is_progress_bar_enabled()
     for work in tqdm(works, label, disable=is_hidden, delay=_SHOWN_AFTER_SECONDS):
         streams.run(Stream.COMPUTE, work)
@@ -216,7 +219,10 @@ def _run_all(works: Sequence[Callable[[], None]], label: str, streams: CudaStrea
 
 
 def require_on_one_gpu(model: PreTrainedModel) -> int:
-    """Return the GPU of the dense parts; `ConfigError` if they are on none, or on several."""
+    """Return the index of the GPU that holds the dense parts.
+
+    Raises `ConfigError` if no GPU or several GPUs hold them.
+    """
     if model.device.type != "cuda":
         raise ConfigError(
             f"device is cuda, but the model's dense parts are on {model.device}; load it with "
@@ -233,7 +239,10 @@ def require_on_one_gpu(model: PreTrainedModel) -> int:
 
 
 def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, int]:
-    """Limit GPU memory to Tandem's share; return it, and the bytes of it not for experts."""
+    """Limit GPU memory to the budget; return the share, and the bytes that experts cannot use.
+
+    These bytes are the memory in use, the workspace, and a KV cache of `KV_TOKENS` tokens.
+    """
     model, store = observed.model, observed.store
     observed.bind(NoExperts(store))
     tokens = cpu_executor.MAX_TOKENS_AT_ONCE
@@ -252,7 +261,7 @@ def _share(observed: ObservedModel, streams: CudaStreams) -> tuple[MemoryShare, 
 
 
 def _with_taken(share: MemoryShare, memory: DeviceMemory, taken: int) -> MemoryShare:
-    """Return `share`; if it is automatic, return the budget plus the `taken` bytes in use."""
+    """Return `share`; an automatic share becomes a fixed one: its budget plus `taken` bytes."""
     if share.num_bytes is None and share.fraction is None:
         return MemoryShare(num_bytes=taken + budget_bytes(share, memory))
     return share
@@ -269,7 +278,8 @@ def workspace_bytes(store: HostStore, call: ExpertsCall, num_tokens: int) -> int
 def kv_bytes(model: PreTrainedModel, num_tokens: int) -> int:
     """Return the bytes that a KV cache takes for one sequence of `num_tokens` tokens.
 
-    Without sequence slots for the model, they are measured in the model's own KV cache.
+    If Tandem has no sequence slots for the model, a run of a few tokens measures the model's own KV
+    cache.
     """
     from tandem.decode.cuda.slots import slot_bytes
 
@@ -290,7 +300,7 @@ def kv_bytes(model: PreTrainedModel, num_tokens: int) -> int:
 def _profile(
     observed: ObservedModel, device: CudaDevice, kernels: ExpertKernels
 ) -> HardwareProfile:
-    """Return this machine's profile, kept or measured."""
+    """Return this machine's profile for a model and a GPU; measure and keep it if missing."""
     model, store = observed.model, observed.store
     folder = "".join(c if c.isalnum() else "-" for c in device.streams.name.lower())
     directory = observed.options.cache_path / folder

@@ -16,7 +16,7 @@ from tandem.sim.timeline import Timeline
 
 
 def device_parts(observed: ObservedModel) -> DeviceParts:
-    """Return the device, with costs from the profile that the options name, or measured here."""
+    """Return the parts of an emulated device, whose costs are those of `emulated_profile`."""
     machine, kernels = observed.machine(emulated_profile(observed)), observed.cpu_kernels()
     # Called through its module because this module is imported late: a test's patch of it must not
     # stay here.
@@ -30,7 +30,7 @@ def device_parts(observed: ObservedModel) -> DeviceParts:
 
 
 def emulated_profile(observed: ObservedModel) -> HardwareProfile:
-    """Return the profile that the options name, or this machine's with an emulated GPU."""
+    """Return the profile that the options name; by default this machine's plus an emulated GPU."""
     options = observed.options
     if options.profile is not None:
         return load_profile(options.profile)

@@ -1,4 +1,4 @@
-"""Pairs newcomers with victims: the loop that every eviction policy shares."""
+"""Pairs experts that enter a set of slots with experts that leave it, for every eviction policy."""
 
 from collections.abc import Container, Iterator, Sequence
 
@@ -10,18 +10,18 @@ class Admission:
     """Chooses, for each expert that enters a set of slots, which one leaves; the caller evicts."""
 
     def __init__(self, residency: Residency, eviction: Eviction) -> None:
-        """Store the sources of what `pairs` needs: slots and the experts' scores."""
+        """Store `residency`, which knows the slots, and `eviction`, which scores experts."""
         self._residency = residency
         self._eviction = eviction
 
     def pairs(
         self, set_id: int, entering: Sequence[int], in_use: Container[int], *, asks: bool = True
     ) -> Iterator[tuple[int, int]]:
-        """Yield (newcomer, victim) keys in the order of `entering`; victim NOWHERE for a free slot.
+        """Yield (newcomer, victim) keys in the order of `entering`; NOWHERE stands for a free slot.
 
-        Ends early if no victim is left or, with `asks`, once the eviction policy refuses a
-        newcomer. No victim is in `in_use` or being copied. The caller must apply each pair before
-        it requests the next pair.
+        Ends early if no victim is left. With `asks`, it also ends once the eviction policy refuses
+        a newcomer. An expert that is in `in_use` or being copied is never a victim. The caller must
+        apply each pair before it requests the next pair.
         """
         residency, eviction = self._residency, self._eviction
         free = residency.free[set_id]

@@ -45,13 +45,13 @@ class Ahead:
         prefetch: PrefetchChoice,
         copy_price_seconds: float,
     ) -> None:
-        """Store a planner's parts; one copy costs CPU and GPU `copy_price_seconds`."""
+        """Store a planner's components; `copy_price_seconds` is what a copy costs CPU and GPU."""
         self._costs, self._residency, self._link = costs, residency, link
         self.prediction, self.prefetch, self.price = prediction, prefetch, copy_price_seconds
         self._admission = Admission(residency, eviction)
 
     def predicted(self, coming: Coming, chances: Recurrence) -> Iterator[tuple[int, int]]:
-        """See `Decider.predicted`."""
+        """Yield (entering, leaving) keys for prefetches by prediction; see `Decider.predicted`."""
         residency, link, prefetch = self._residency, self._link, self.prefetch
         idle = self._copies_in_time(coming)
         if idle <= 0 and (coming.in_graph or not prefetch.is_staged):
@@ -78,15 +78,15 @@ class Ahead:
                 yield key, victim
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        """See `Decider.known`."""
+        """Return how many experts are worth a copy, and the copies to start (`Decider.known`)."""
         misses = self._misses(load)
         return len(misses), self._in_time(load, misses, coming)
 
     def _misses(self, load: LayerLoad) -> list[tuple[int, float]]:
         """Return (key, CPU seconds) of the load's absent experts, those with the most tokens first.
 
-        Left out are experts with a pending copy, and experts whose CPU seconds are at most the
-        price of a copy.
+        Experts with a pending copy are left out, and experts that the CPU computes in no more time
+        than the price of a copy.
         """
         cpu, slot_of, pending = self._costs.cpu, self._residency.slot_of, self._link.pending
         misses = list[tuple[int, float]]()
@@ -103,10 +103,10 @@ class Ahead:
     def _in_time(
         self, load: LayerLoad, misses: Sequence[tuple[int, float]], coming: Coming
     ) -> Iterator[tuple[int, int]]:
-        """Yield (key, victim) for copies that arrive in time, at most as many as there are slots.
+        """Yield (key, victim) for the copies of `misses` that arrive in time and find a slot.
 
-        In planned steps, a copy may also end after the layer is planned, if it begins before and
-        is late by less than the CPU's time for the expert.
+        In planned steps, a copy may also end after the layer is planned, if it begins before that
+        time and is late by less than the CPU's time for the expert.
         """
         link_seconds, begin = self._link.copy_seconds, coming.begin
         most = self._link.whole_copies(coming.needed_at - begin)
@@ -125,8 +125,8 @@ class Ahead:
     def _places(self, load: LayerLoad, keys: Sequence[int], coming: Coming) -> Iterator[int]:
         """Yield where copies of `keys` go, in order: the key to evict, or NOWHERE for a free slot.
 
-        With staging slots (in a graph always) it yields NOWHERE once for each free staging slot.
-        Otherwise only experts of `load.layer` are evicted, and none that the load or
+        If the cache has staging slots, as always in a graph, NOWHERE is yielded once for each free
+        staging slot. Otherwise only experts of `load.layer` are evicted, and none that the load or
         `coming.in_use` needs. There may be fewer places than keys.
         """
         residency = self._residency
@@ -142,9 +142,10 @@ class Ahead:
     def _copies_in_time(self, coming: Coming) -> int:
         """Return how many prefetches for a layer the link can carry while it is idle.
 
-        In planned steps, if the layer has a hint, one copy may end after the layer is planned, if
-        it is late by less than the CPU's time for the expert: without the prefetch, the layer would
-        fetch the expert later still.
+        In planned steps without staging slots, a single copy is allowed even if it ends after the
+        layer is planned. Conditions: no whole copy fits, the layer has a hint, and the copy is late
+        by less than the CPU's time for the expert. Without the prefetch, the layer would fetch the
+        expert later still.
         """
         idle_seconds = coming.needed_at - coming.begin
         copy_seconds, count = self._link.copy_seconds, self._link.whole_copies(idle_seconds)
@@ -154,7 +155,7 @@ class Ahead:
         return int(is_sooner and self.prediction.is_hinted(coming.layer))
 
     def _terms(self, first: int, room: int, idle_copies: int) -> PrefetchTerms:
-        """Return the terms of prefetches for the layer whose first expert has the key `first`."""
+        """Return the `PrefetchTerms` of the layer whose first expert has the key `first`."""
         slots = self._residency.slot_of[first : first + self._residency.geometry.num_experts]
         gain, link_seconds = self._costs.cpu[1], self._link.copy_seconds
         return PrefetchTerms(slots, room, idle_copies, link_seconds, self.price, gain)

@@ -2,8 +2,8 @@
 
 In planned steps, the next layer's experts are copied first; a later layer with a known load follows
 once no nearer layer has experts left to copy. In a step in one graph, prefetches are copied before
-the missed experts of this layer that were admitted to the cache: those help only later steps, and a
-prefetch saves the next layer a miss now.
+this layer's missed experts that were admitted to the cache: an admitted expert helps only later
+steps, but a prefetch saves the next layer a miss in this step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class CopiesAhead:
         prefetch: PrefetchChoice,
         copy_price_seconds: float,
     ) -> None:
-        """Store a planner's parts; one copy costs CPU and GPU `copy_price_seconds`."""
+        """Store a planner's components; `copy_price_seconds` is what a copy costs CPU and GPU."""
         self._costs, self._residency, self._link = costs, residency, link
         self._decider, self.copy_price_seconds = decider, copy_price_seconds
         self.is_staged, self.most = prefetch.is_staged, prefetch.count
@@ -42,7 +42,7 @@ class CopiesAhead:
         self._costs.require(max((max(load.tokens) for load in known), default=0))
 
     def knows(self, layer: int) -> bool:
-        """Tell whether a layer's load is known."""
+        """Tell whether the step's known loads include that of `layer`."""
         return layer in self._known
 
     def planned(
@@ -51,8 +51,8 @@ class CopiesAhead:
         """Queue and return prefetches for `layer` and, by their known loads, for later layers.
 
         `layer` is planned at `next_plan`. Layers are assumed to follow each other at the interval
-        from `now` to `next_plan`. Staged experts of passed layers leave first, unless they are
-        `in_use`.
+        from `now` to `next_plan`. Before that, staged experts of passed layers leave their slots,
+        unless they are `in_use`.
         """
         found, link = list[Copy](), self._link
         if predicts and layer not in self._known:
@@ -73,10 +73,9 @@ class CopiesAhead:
     ) -> tuple[Copy, ...]:
         """Assign free staging slots to experts of `layer` and later layers; return the copies.
 
-        `layer` is published at `next_plan`. Later layers are included if their loads are known;
-        they are assumed to follow at the interval from `now` to `next_plan`. Only copies that
-        arrive in time, behind `num_fetches` fetches, are returned. The caller must pass them to
-        `issue`.
+        `layer` is published at `next_plan`. Later layers are included if their loads are known, and
+        are assumed to follow at the interval from `now` to `next_plan`. Only copies that arrive in
+        time, behind `num_fetches` fetches, are returned. The caller must pass them to `issue`.
         """
         found, link = list[Copy](), self._link
         ready = max(link.free_at, now + self._costs.copy_wake) + num_fetches * link.copy_seconds
@@ -95,7 +94,7 @@ class CopiesAhead:
         return tuple(found)
 
     def issue(self, ahead: Iterable[Copy], now: float) -> None:
-        """Queue the prefetches of a step in one graph on the link."""
+        """Queue prefetches of a step in one graph, as `in_graph` returned them, on the link."""
         for copy in ahead:
             key = self._residency.geometry.key(copy.layer, copy.expert)
             self._link.issue(key, now + self._costs.copy_wake)

@@ -80,7 +80,7 @@ class HostCosts:
     """Seconds of the host's own work on one path, that is, one way of running a decode step."""
 
     path: str
-    """"segments": graph segments with Python between them; "graph": the whole step in one."""
+    """"segments": graph segments with Python between them; "graph": the whole step as one graph."""
     step_seconds: float
     """Once per step: read, sample and copy back the token, launch the step."""
     layer_seconds: float
@@ -90,7 +90,8 @@ class HostCosts:
     cpu_end_seconds: float
     """From the CPU's last result until the GPU continues."""
     fetch_seconds: float
-    """A fetched expert's share of the launch that computes several; no fetch takes less time."""
+    """A fetched expert's share of the launch that computes several. A fetch is charged at least
+    this time, even if its copy takes less."""
     second_launch_seconds: float = 0.0
     """The second launch of each layer, in a step in one graph that allows fetches; it happens even
     if nothing is fetched."""
@@ -113,7 +114,7 @@ _PAGE_BYTES = 4096  # experts begin at multiples of it
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Round an expert's bytes up to whole pages, which it occupies in a file and a host slot."""
+    """Return an expert's bytes rounded up to whole pages, as occupied in files and host slots."""
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -144,19 +145,17 @@ class DiskCosts:
 
     @property
     def most_bytes_per_second(self) -> float:
-        """The rate at the fastest depth."""
+        """The rate at the queue depth that reads fastest."""
         return max(self.bytes_per_second)
 
     def read_seconds(self, expert_bytes: int) -> float:
-        """Return the seconds per expert if reads keep the disk at its fastest depth."""
+        """Return the seconds to read one expert if the disk always has the fastest queue depth."""
         return whole_pages(expert_bytes) / self.most_bytes_per_second
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """One machine: its memories, how CPU and link slow each other down, and times by model
-    shape.
-    """
+    """One machine: memories, mutual slowdown of CPU and link, and times by model shape."""
 
     name: str
     source: str  # where each number comes from
@@ -191,7 +190,10 @@ class HardwareProfile:
             raise ConfigError("shapes is empty; expected the costs of at least one model shape")
 
     def shape(self, name: str) -> ShapeCosts:
-        """Return the costs of a model shape; `ConfigError` names the nearest names."""
+        """Return the costs of a model shape.
+
+        For a shape that the profile lacks, `ConfigError` lists the nearest names.
+        """
         for costs in self.shapes:
             if costs.shape == name:
                 return costs
@@ -203,7 +205,7 @@ class HardwareProfile:
         """Return the host costs of a path; without `path`, of the profile's default path.
 
         Returns None for `NO_HOST`, and without `path` if the profile has no host costs. For a path
-        that the profile lacks, `ConfigError` names the nearest names.
+        that the profile lacks, `ConfigError` lists the nearest names.
         """
         if path == NO_HOST or (path is None and not self.host):
             return None
@@ -218,9 +220,9 @@ class HardwareProfile:
     ) -> ShapeCosts:
         """Return a shape's times with the host's work added; `host_costs` looks up `path`.
 
-        `is_resident` says that no layer of a decode step is handed over to the host. Prompts are
-        planned whatever the path of decode steps is, so `planned_first_expert_seconds` has the
-        host's work of graph segments.
+        `is_resident` says that the host takes part in no layer of a decode step, because all
+        experts are on the GPU. Prompts are planned whatever the path of decode steps is, so
+        `planned_first_expert_seconds` always includes the host's work between graph segments.
         """
         host = self.host_costs(path)
         if host is None:
@@ -247,8 +249,9 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, text: str, *, where: str) -> "HardwareProfile":
-        """Parse a profile; `FileFormatError` names `where`, the field, what was found and
-        expected.
+        """Return the profile that a JSON text describes.
+
+        `FileFormatError` names `where`, the field, what was found and what is expected.
         """
         try:
             values = json.loads(text)
@@ -327,8 +330,9 @@ def _require(name: str, value: object, expected: str, holds: Callable[[object], 
 
 
 def interpolate(tokens: Sequence[int], seconds: Sequence[float], count: int) -> float:
-    """Interpolate a table at a token count: linear between entries and beyond the last, 0 at 0
-    tokens.
+    """Return a table's seconds at a token count, interpolated between its entries.
+
+    Beyond the last entry the last segment's slope continues; 0 tokens take 0 seconds.
     """
     if count <= 0:
         return 0.0
@@ -369,7 +373,7 @@ class CostTable:
         self._grow(64)
 
     def require(self, tokens: int) -> None:
-        """Extend the lists to at least `tokens`."""
+        """Extend `cpu` and `gpu` so that they can be indexed by up to `tokens` tokens."""
         if tokens >= len(self.cpu):
             self._grow(2 * tokens)
 

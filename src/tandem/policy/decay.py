@@ -1,7 +1,7 @@
 """Exponentially decayed counts per expert, without touching the experts that did not occur.
 
-Instead of multiplying every count by the decay at each tick, the increment grows by its inverse;
-all counts of a layer then share one factor, which does not change their order.
+Instead of multiplying every count by the decay at each tick, the increment grows by the decay's
+inverse; all counts of a layer then share one factor, which does not change their order.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ class DecayedCounts:
         self.unit[layer] = unit
 
     def add(self, layer: int, expert: int, amount: float) -> None:
-        """Add to an expert's count at the present tick."""
+        """Add `amount` to an expert's count; later ticks of the layer age it."""
         self.raw[layer * self.num_experts + expert] += amount * self.unit[layer]
 
     def of(self, keys: Sequence[int]) -> list[float]:
-        """Return the decayed counts of the experts with these keys, whatever their layers."""
+        """Return the decayed counts of the experts with these keys, of any layers."""
         raw, unit, num_experts = self.raw, self.unit, self.num_experts
         return [raw[key] / unit[key // num_experts] for key in keys]

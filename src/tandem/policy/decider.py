@@ -1,8 +1,8 @@
 """Decides which processor computes each expert, which misses get slots, and which experts leave.
 
-It also decides which experts of coming layers are prefetched. This is the reference, in plain
-lists. For policies with a native form, engines use a native decider that makes the same decisions,
-to the last bit (`tandem.experts.cache.native_decider`).
+Deciders also choose which experts of coming layers are prefetched. This module is the reference, in
+plain Python lists. For policies with a native form, engines use a native decider that makes the
+same decisions, to the last bit (`tandem.experts.cache.native_decider`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from tandem.policy.residency import COPYING, EMPTY, NOWHERE, Residency
 
 
 class LayerNow(NamedTuple):
-    """A layer's load, and which of its experts are resident."""
+    """A layer's load, and the state of each active expert: absent, being copied or ready."""
 
     load: LayerLoad
     keys: Sequence[int]  # of the active experts
@@ -49,13 +49,13 @@ class Decider(Protocol):
         """
 
     def most_valued(self, layer: int, most: int) -> Sequence[int]:
-        """Return the keys of a layer's absent experts, the most valuable first, at most `most`."""
+        """Return up to `most` keys of a layer's absent experts, highest eviction score first."""
 
     def predicted(self, coming: Coming, chances: Recurrence) -> Iterable[tuple[int, int]]:
         """Yield (entering, leaving) keys for prefetches by prediction, best first.
 
-        As for `entries`, the caller must apply each pair before it requests the next pair. Copies
-        into the cache's own slots are yielded only once `chances` have recurred.
+        As for `entries`, the caller must apply each pair before it requests the next pair. A pair
+        for a slot of the cache proper is yielded only if `chances.note_chance` returns True.
         """
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
@@ -76,18 +76,18 @@ class PlainDecider:
         eviction: Eviction,
         ahead: Ahead,
     ) -> None:
-        """Store a planner's parts; prefetches are left to `ahead`."""
+        """Store a planner's components; `ahead` chooses the prefetches."""
         self.costs, self.residency, self.link, self.eviction = costs, residency, link, eviction
         self.ahead = ahead
         self.predicted, self.known = ahead.predicted, ahead.known
         self._admission = Admission(residency, eviction)
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
-        """Return the rule's split."""
+        """Return the split that the rule chooses for the layer's assignment problem."""
         return rule.split(self.problem(rule, layer, max_fetches))
 
     def problem(self, rule: Rule, layer: LayerNow, max_fetches: int) -> LayerProblem:
-        """Return the layer's assignment problem; `rule` tells planned steps from one graph."""
+        """Return the layer's assignment problem; `rule` decides which `cpu_first` applies."""
         load, keys, states, now, places = layer
         costs, tokens = self.costs, load.tokens
         costs.require(max(tokens))
@@ -110,14 +110,14 @@ class PlainDecider:
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Return the pairs that the eviction policy chooses and the link has time for."""
+        """Return the pairs that the eviction policy admits, within what its `background` allows."""
         in_use = frozenset(layer.keys)
         entering = self._entering(layer, in_use, split.fetch, num_ahead, next_plan)
         set_id = self.residency.set_of(layer.load.layer)
         return self._admission.pairs(set_id, entering, in_use)
 
     def most_valued(self, layer: int, most: int) -> Sequence[int]:
-        """Return the absent experts with the highest scores; equal scores are ordered by key."""
+        """Return the keys with the highest eviction scores; equal scores are ordered by key."""
         slot_of, geometry = self.residency.slot_of, self.residency.geometry
         keys = range(geometry.key(layer, 0), geometry.key(layer + 1, 0))
         absent = [key for key in keys if slot_of[key] == NOWHERE]

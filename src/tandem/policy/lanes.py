@@ -16,7 +16,7 @@ ONE = 65536
 
 
 class Lanes:
-    """The arithmetic of rows for one number of experts; rows themselves are plain integers."""
+    """Arithmetic on rows of `num_experts` lanes; a row itself is a plain integer."""
 
     def __init__(self, num_experts: int) -> None:
         """Prepare the masks for `num_experts` lanes."""
@@ -27,7 +27,7 @@ class Lanes:
         self._keep = [self.ones * ((1 << (LANE_BITS - shift)) - 1) for shift in range(17)]
 
     def used(self, experts: Iterable[int]) -> int:
-        """Return the row with a plain 1, not `ONE`, in the lanes of these experts."""
+        """Return the row with 1, not `ONE`, in the lanes of these experts and 0 elsewhere."""
         unit, row = self.unit, 0
         for expert in experts:
             row |= unit[expert]
@@ -42,12 +42,13 @@ class Lanes:
         return (row >> shift) & self._keep[shift]
 
     def moved(self, average: int, used: int, shift: int) -> int:
-        """Return a row of moving averages one step later; the step's weight is 1 / 2**shift.
+        """Return the row of moving averages after one more step, whose weight is 1 / 2**shift.
 
-        `used` has what each expert counts in the step, as a plain integer: 0 if it is not used.
+        `average` is the row before the step. `used` holds each expert's count in the step as a
+        plain integer, not scaled by `ONE`; 0 if the expert is not used.
         """
         return average + (used << (16 - shift)) - ((average >> shift) & self._keep[shift])
 
     def read(self, row: int) -> memoryview:
-        """Return the lanes as a sequence of integers, by expert."""
+        """Return the row's lanes as a sequence of integers, indexed by expert."""
         return memoryview(row.to_bytes(self.num_bytes, "little")).cast("I")

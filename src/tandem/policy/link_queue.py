@@ -21,12 +21,12 @@ class LinkQueue:
         self._issued += 1
 
     def finish(self, key: int, now: float) -> None:
-        """Record that a copy has ended; the next ones are expected to follow without a gap."""
+        """Record a copy's end at `now`; pending copies are expected to follow without a gap."""
         del self.pending[key]
         self.free_at = now + len(self.pending) * self.copy_seconds
 
     def busy_seconds(self, now: float) -> float:
-        """Return how long the link will be busy with queued copies."""
+        """Return for how many seconds from `now` queued copies will keep the link busy."""
         return self.free_at - now if self.free_at > now else 0.0
 
     def whole_copies(self, seconds: float) -> int:
@@ -34,7 +34,7 @@ class LinkQueue:
         return int(min(seconds / self.copy_seconds, UNLIMITED)) if self.copy_seconds else UNLIMITED
 
     def idle_copies(self, now: float, next_plan: float) -> int:
-        """Return how many new copies end by `next_plan`; at least one if the link is idle `now`."""
+        """Return how many new copies would end by `next_plan`; at least 1 if the link is idle."""
         busy = self.busy_seconds(now)
         if self.copy_seconds == 0.0:
             return UNLIMITED

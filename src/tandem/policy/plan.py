@@ -1,6 +1,7 @@
 """The values that router, planner and executor exchange: a layer's load, and where it is computed.
 
-They are keyed by expert id, never by position. This file is the planner's whole interface.
+Experts are named by their ids, never by positions in a list. This file is the planner's whole
+interface.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ class ExpertId(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """The numbers of a model on which decisions depend."""
+    """A model's numbers of layers and experts, on which decisions depend."""
 
     num_layers: int  # MoE layers only
     num_experts: int  # routed experts per layer
@@ -51,7 +52,7 @@ class Hint(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy of one expert's weights into a slot; the slot's old content is lost at once."""
+    """A copy of one expert's weights into a slot; planning it discards the slot's old content."""
 
     layer: int
     expert: int
@@ -60,7 +61,7 @@ class Copy(NamedTuple):
 
 
 class LayerPlan(NamedTuple):
-    """Who computes each active expert of a layer, and what the link carries.
+    """Which processor computes each active expert of a layer, and what the link carries.
 
     Each active expert is in exactly one of `gpu`, `arriving`, `fetch` and `cpu`. The link serves
     copies in planned order: `fetch`, then `insert`, then `prefetch`. A slot in two entries of
@@ -82,7 +83,7 @@ class LayerPlan(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The expected seconds of the layer's experts."""
+        """The expected seconds until both processors have computed the layer's experts."""
         return max(self.gpu_seconds, self.cpu_seconds)
 
     def in_launch_order(self) -> tuple[int, ...]:
@@ -92,7 +93,7 @@ class LayerPlan(NamedTuple):
         return (*self.gpu, *self.arriving, *[copy.expert for copy in self.fetch], *self.cpu)
 
     def all_on_cpu(self, load: LayerLoad) -> "LayerPlan":
-        """Return this plan with all experts on the CPU and no copies; its seconds are unchanged."""
+        """Return this plan with all experts on the CPU and no copies, but with the old seconds."""
         return self._replace(
             gpu=(), arriving=(), fetch=(), cpu=load.experts, insert=(), prefetch=()
         )

@@ -55,11 +55,11 @@ class Planner:
         `graph_rules` are the rules of steps in one graph, by size; `rule` is the rule of all other
         steps. The `ring` holds fetched experts that are not admitted to the cache; if it has no
         slots, nothing is fetched. `max_fetches` limits the fetches of one layer (equation 9). With
-        `can_prefetch`, steps in one graph prefetch predicted experts if their size is in
-        `predicting_sizes`, and accept hints if it is in `asking_sizes`; planned steps always do
-        both. `copy_price_seconds` is the time that one copy costs CPU and GPU. `decider` must
-        return a native decider with the plain decider's decisions, or None if there is none for
-        these policies.
+        `can_prefetch`, planned steps prefetch predicted experts and accept hints; steps in one
+        graph prefetch predicted experts if their size is in `predicting_sizes`, and accept hints if
+        it is in `asking_sizes`. `copy_price_seconds` is the time that one copy costs CPU and GPU.
+        `decider` must return a native decider that makes the plain decider's decisions, or None if
+        there is no native decider for these policies.
         """
         self.geometry = geometry
         self.costs = costs
@@ -96,7 +96,7 @@ class Planner:
         in_graph: bool = False,
         known: Sequence[LayerLoad] = (),
     ) -> tuple[Copy, ...]:
-        """Start a step of `num_tokens` tokens; return the prefetches that begin with it.
+        """Start a step of `num_tokens` tokens; return the prefetches queued at its start.
 
         `known` are the loads of layers routed by token id, in the layers' order; these layers are
         not predicted. For its first layer, a step `in_graph` prefetches no predicted experts.
@@ -133,11 +133,11 @@ class Planner:
         return capture_size(num_tokens) in self.predicting_sizes
 
     def asks_in_graph(self, num_tokens: int) -> bool:
-        """Tell whether steps of `num_tokens` in one graph run each next layer's router early."""
+        """Tell whether steps of this size in one graph run each next layer's router early."""
         return self.predicts_in_graph(num_tokens) and capture_size(num_tokens) in self.asking_sizes
 
     def asks_after(self, layer: int) -> bool:
-        """Tell whether the next layer's router runs early, at `layer`; False for a known load."""
+        """Tell whether `layer` runs the next layer's router early; False if that load is known."""
         return self.asks and not self.ahead.knows(layer + 1)
 
     @property
@@ -169,7 +169,7 @@ class Planner:
     def plan(
         self, load: LayerLoad, now: float, hints: Sequence[Hint] = (), places: bytes = b""
     ) -> LayerPlan:
-        """Return one layer's plan, made at time `now`; its copies count as queued, in its order.
+        """Return one layer's plan at time `now`; its copies count as queued on the link at once.
 
         `places` says where each active expert is if the model runs from the disk, as in `LayerNow`;
         a step in one graph uses the places of misses only.
@@ -200,7 +200,7 @@ class Planner:
         )  # fmt: skip
 
     def _decide(self, layer: LayerNow) -> tuple[Split, Iterable[tuple[int, int]], tuple[Copy, ...]]:
-        """Return the split, (entering, leaving) keys, and the prefetches of a step in one graph."""
+        """Return a layer's split, (entering, leaving) keys, and, in one graph, its prefetches."""
         split = self._split(layer)
         next_plan = layer.now + split.seconds + self._dense_seconds
         ahead: tuple[Copy, ...] = ()
@@ -231,7 +231,7 @@ class Planner:
         )  # fmt: skip
 
     def problem(self, load: LayerLoad, now: float) -> LayerProblem:
-        """Return a layer's current assignment problem, assuming all experts in host memory."""
+        """Return a layer's current assignment problem, as if all experts were in host memory."""
         return self._problem(self._layer_now(load, now, b""))
 
     def _problem(self, layer: LayerNow) -> LayerProblem:
@@ -283,8 +283,9 @@ class Planner:
     ) -> list[Copy]:
         """Queue and return the copies of the split's fetched experts.
 
-        If a fetched expert is admitted, its copy is taken out of `copies`. Otherwise it gets a slot
-        of the ring; without such a slot it is left out.
+        `copies` holds the copies of admitted experts, by key; the copy of an expert that is also
+        fetched is moved from there to the result. Every other fetched expert gets a slot of the
+        ring, or is left out if the ring has no slot for it.
         """
         fetch = []
         num_staged = sum(first + expert not in copies for expert in split.fetch)
@@ -304,7 +305,7 @@ class Planner:
     def _copies_ahead(
         self, layer: int, in_use: frozenset[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
-        """Queue and return copies for the next layer, then for later layers with known loads."""
+        """Queue and return prefetches for `layer`, then for later layers with known loads."""
         ahead, of_prompt = tuple[Copy, ...](), self.prompt.is_on
         if of_prompt and not self.ahead.knows(layer):
             ahead = self.prompt.copies(layer, in_use, now, next_plan)
@@ -314,7 +315,7 @@ class Planner:
     def _by_processor(
         self, load: LayerLoad, states: bytes, split: Split
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return the split's experts as `LayerPlan` has them in (gpu, arriving, cpu)."""
+        """Return the layer's experts for the fields `gpu`, `arriving` and `cpu` of `LayerPlan`."""
         experts = load.experts
         if not split.spill and states.count(READY) == len(experts):
             return experts, (), ()

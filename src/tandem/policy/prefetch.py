@@ -1,8 +1,8 @@
-"""Chooses which predicted experts are prefetched: one protocol, and its choices by name.
+"""Chooses which predicted experts are prefetched: one protocol, and its implementations by name.
 
 Tandem's own choice uses only idle link time, so that a prefetch never delays a needed copy. No
-slots are set aside: a prefetch takes the slot of a resident that is less likely to be used.
-Nothing is copied before chances of a worthwhile copy have recurred (`Recurrence`).
+slots are set aside: a prefetch takes the slot of a resident that is less likely to be used. Nothing
+is copied before chances of a worthwhile copy have recurred (`Recurrence`).
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class PrefetchChoice(Protocol):
         """Return absent experts to copy, at most `terms.room`, in copy order."""
 
     def replaces(self, forecast: Forecast, terms: PrefetchTerms, expert: int, victim: int) -> bool:
-        """Tell whether an expert may replace a resident of its layer; not called for staging."""
+        """Tell whether `expert` may replace the resident `victim`; not called if `is_staged`."""
         return False
 
 
@@ -91,9 +91,9 @@ class NoPrefetch(PrefetchChoice):
 class Recurrence:
     """Tells recurring chances of a worthwhile copy from isolated chances, with a leaky bucket.
 
-    A prefetch changes the cache's content from then on, which moves a run of 5 s by up to 0.9 ms
-    either way; the copy gains about 0.1 ms (docs/policies.md, "What did not work"). So few copies
-    are a gamble and many are a gain.
+    A prefetch changes the cache's content from then on, which makes a run of 5 s faster or slower
+    by up to 0.9 ms; the copy itself gains about 0.1 ms (docs/policies.md, "What did not work"). So
+    few copies are a gamble and many are a gain.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Recurrence:
             self.level -= 1
 
     def note_chance(self) -> bool:
-        """Add a chance; return whether recent chances are frequent enough to copy."""
+        """Count a chance; return whether recent chances are frequent enough to copy experts."""
         self.level = min(self.level + LAYERS_PER_CHANCE, FULL)
         return self.level >= ENOUGH
 

@@ -24,13 +24,16 @@ class PromptCopies:
     def __init__(
         self, geometry: Geometry, residency: Residency, link: LinkQueue, decider: Decider
     ) -> None:
-        """Store a planner's parts; if `residency` has no staging slots, nothing is prefetched."""
+        """Store a planner's components; without staging slots, nothing is prefetched."""
         self._geometry, self._residency = geometry, residency
         self._link, self._decider = link, decider
         self.is_on = False
 
     def begin_step(self, num_tokens: int, *, is_prefill: bool) -> None:
-        """Begin a step; only the prefill of a long prompt will have prefetches."""
+        """Begin a step and set `is_on`.
+
+        That is True in the prefill of a long prompt, if there are staging slots.
+        """
         geometry, residency = self._geometry, self._residency
         is_long = num_tokens * geometry.top_k >= _LEAST_TOKENS * geometry.num_experts
         self.is_on = is_prefill and is_long and residency.capacity[residency.staging] > 0
@@ -38,9 +41,9 @@ class PromptCopies:
     def copies(
         self, layer: int, in_use: Container[int], now: float, next_plan: float
     ) -> tuple[Copy, ...]:
-        """Queue and return copies for a layer that is planned at `next_plan`.
+        """Queue and return prefetches for a layer that will be planned at `next_plan`.
 
-        Staged experts of earlier layers leave first, unless they are `in_use`.
+        Before that, staged experts of earlier layers leave their slots, unless they are `in_use`.
         """
         residency, link = self._residency, self._link
         residency.release_passed(layer, in_use)

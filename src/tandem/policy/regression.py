@@ -1,7 +1,7 @@
 """Online linear regression for all experts of a layer at once: predicted = sum of active rows.
 
 Events make rows active: each expert in use has a row, each token may have a row. Once the true load
-is known, each active row is moved by a part of the error (the delta rule). Rows are SIMD lanes (see
+is known, a part of the error is added to each active row (the delta rule). Rows are SIMD lanes (see
 `lanes`); offsets keep lanes above 0: values stay within +-16, errors within +-256.
 """
 
@@ -19,7 +19,7 @@ class Regression:
     """The arithmetic of the regression; callers own the tables of rows."""
 
     def __init__(self, lanes: Lanes) -> None:
-        """Store `lanes`, whose number of experts all rows have."""
+        """Store `lanes`; all rows must have its number of experts."""
         self._lanes = lanes
         # Number of rows -> bias that turns their sum into values.
         self._sum_bias: dict[int, int] = {}
@@ -67,5 +67,5 @@ def rate_shift(rate: float, num_rows: int) -> int:
 
 
 def sum_rows(table: Sequence[int], indices: Sequence[int]) -> int:
-    """Return the sum of the rows at these indices."""
+    """Return the sum of the table's rows at these indices."""
     return sum([table[idx] for idx in indices])

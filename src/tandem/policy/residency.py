@@ -17,7 +17,7 @@ NOWHERE = -1
 
 
 def sets_by_layer(num_slots: int, num_layers: int) -> list[int]:
-    """Divide slots among layers as evenly as possible; earlier layers take the remainder."""
+    """Return each layer's number of slots: equal, but the first layers may have one more."""
     ways, more = divmod(num_slots, num_layers)
     return [ways + (layer < more) for layer in range(num_layers)]
 
@@ -51,15 +51,15 @@ class Residency:
             first += size
 
     def set_of(self, layer: int) -> int:
-        """Return the set of a layer's experts."""
+        """Return the number of the set that holds a layer's experts."""
         return layer if self.num_sets > 1 else 0
 
     def has_every_expert(self) -> bool:
-        """Tell whether every expert of the model is ready, none of them staged."""
+        """Tell whether every expert of the model is ready, and none of them in a staging slot."""
         return not self.members[self.staging] and self.state.count(READY) == len(self.state)
 
     def insert(self, key: int, set_id: int) -> int:
-        """Assign a free slot of the set to an absent expert, then COPYING; returns the slot."""
+        """Assign a free slot of the set to an absent expert as COPYING; return the slot."""
         assert self.slot_of[key] == NOWHERE, f"expert {key} is resident"
         slot = self.free[set_id].pop()
         self.slot_of[key] = slot
@@ -70,7 +70,7 @@ class Residency:
         return slot
 
     def remove(self, key: int) -> int:
-        """Free the slot of an expert that is ready; returns the slot."""
+        """Free the slot of a ready expert, and return the slot."""
         assert self.state[key] == READY, f"expert {key} is not ready: state {self.state[key]}"
         set_id = self.set_of_key[key]
         slot = self.slot_of[key]
@@ -82,7 +82,11 @@ class Residency:
         return slot
 
     def adopt(self, key: int, set_id: int) -> None:
-        """Move a staged expert into a set with a free slot by exchanging slots, without a copy."""
+        """Move a staged expert into another set without a copy.
+
+        The expert's slot becomes one of set `set_id`; a free slot of that set, which must exist,
+        becomes a staging slot.
+        """
         assert self.set_of_key[key] == self.staging, f"expert {key} is not staged"
         spare = self.free[set_id].pop()
         self.free[self.staging].append(spare)
@@ -91,7 +95,7 @@ class Residency:
         self.set_of_key[key] = set_id
 
     def lend(self, set_id: int) -> int:
-        """Remove a free slot from a set; returns the slot."""
+        """Lend a free slot of a set, which then has one slot less; return the slot."""
         slot = self.free[set_id].pop()
         self.capacity[set_id] -= 1
         self.lent[slot] = set_id
@@ -105,9 +109,7 @@ class Residency:
         self.lent.clear()
 
     def copy_of(self, key: int, slot: int, victim: int) -> Copy:
-        """Return the copy of an expert into a slot; `victim` is the expert that left it, or
-        NOWHERE.
-        """
+        """Return the copy of an expert into a slot that `victim`, a key or NOWHERE, has left."""
         expert_id = self.geometry.expert_id
         return Copy(*expert_id(key), slot, None if victim == NOWHERE else expert_id(victim))
 
@@ -117,9 +119,9 @@ class Residency:
         self.state[key] = READY
 
     def release_passed(self, layer: int, in_use: Container[int]) -> list[int]:
-        """Free the slots of staged, ready experts of earlier layers that are not in use.
+        """Free the slots of staged experts of layers before `layer`, if ready and not `in_use`.
 
-        Returns their keys.
+        Returns the keys of these experts.
         """
         experts, left = self.geometry.num_experts, []
         for key in [*self.members[self.staging]]:

@@ -28,7 +28,8 @@ class Ring:
     ) -> None:
         """Start with the `own` slots; `size` is the most slots, own and borrowed together.
 
-        `graph_size` is the size for steps in one graph, where no slot is used twice in a layer.
+        `graph_size` is the most slots in steps in one graph, where no slot is used twice in a
+        layer.
         """
         self.size, self.graph_size = size, graph_size
         self._residency, self._own = residency, own
@@ -41,7 +42,8 @@ class Ring:
         """Borrow the slots that a step may need; return the keys of the experts that leave them.
 
         Only a step in one graph borrows slots now: as many as any layer of recent steps needed.
-        Borrowed slots return to the cache if the step may not fetch, or if recent steps did not.
+        Borrowed slots return to the cache if the step may not fetch, or if no recent step has
+        fetched.
         """
         self._quiet_steps += 1
         if not may_fetch or self._quiet_steps > QUIET_STEPS:
@@ -65,7 +67,8 @@ class Ring:
         """Yield (slot, key of the expert that leaves it) for one fetched expert after another.
 
         The key is NOWHERE if no expert leaves. Experts whose keys are `in_use` do not leave. Once
-        `size` slots are in the ring, they are yielded again in turn.
+        the ring has `size` slots, or no set can lend another slot, the ring's slots are yielded
+        again in turn.
         """
         self._quiet_steps = 0
         lent = self._residency.lent
@@ -75,16 +78,19 @@ class Ring:
         yield from cycle([(slot, NOWHERE) for slot in (*self._own, *lent)])
 
     def graph_slots(self, count: int) -> Iterator[tuple[int, int]]:
-        """Yield slots for `count` experts of a layer in one graph, or as many as there are.
+        """Yield (slot, NOWHERE) for up to `count` experts of a layer in one graph.
 
-        No expert leaves the slots, so that each key is NOWHERE. No slot is yielded twice, because
-        all fetched experts are needed at the same time.
+        NOWHERE means that no expert leaves the slot. No slot is yielded twice, because all fetched
+        experts are needed at the same time; so there may be fewer slots than `count`.
         """
         self.note_needed(count)
         return iter([(slot, NOWHERE) for slot in self.held_slots()[:count]])
 
     def note_needed(self, count: int) -> None:
-        """Record how many slots a layer in one graph would have used."""
+        """Record how many slots a layer in one graph would have used.
+
+        Later steps in one graph borrow as many.
+        """
         self._quiet_steps = 0
         self._needed = max(self._needed[0], count), self._needed[1]
 

@@ -82,7 +82,10 @@ class PlannerSettings:
     eviction_options: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check names and numbers; for an unknown name, `ConfigError` names the nearest names."""
+        """Check names and numbers, and replace former names of policies by current names.
+
+        For an unknown name, `ConfigError` lists the nearest names.
+        """
         self.policies.assignments.factory(self.rule())
         object.__setattr__(self, "eviction", self.policies.evictions.today(self.eviction))
         self.policies.evictions.factory(self.eviction)
@@ -95,8 +98,9 @@ class PlannerSettings:
             raise ConfigError(f"prefetch_count is {self.prefetch_count}; expected at least 0")
 
     def rule(self, *, graph_tokens: int = 0) -> str:
-        """Return the assignment's name for planned steps, or for steps of `graph_tokens` in one
-        graph.
+        """Return the name of the assignment for planned steps, or for steps in one graph.
+
+        `graph_tokens` is the number of tokens of a step in one graph; 0: the step is planned.
         """
         if not graph_tokens:
             return self.assignment or PLANNED_RULE
@@ -105,7 +109,7 @@ class PlannerSettings:
         return FETCHING_RULE if capture_size(graph_tokens) in self.fetching_sizes else GRAPH_RULE
 
     def graph_rules(self) -> str:
-        """Describe the rules of steps in one graph, and which sizes of steps prefetch."""
+        """Return a text about steps in one graph: their rules, and the sizes that prefetch."""
         names = {size: self.rule(graph_tokens=size) for size in CAPTURE_SIZES}
         rules, ahead = names[1], " or ".join(map(str, self.predicting_sizes))
         if len({*names.values()}) > 1:
@@ -117,7 +121,10 @@ class PlannerSettings:
         return f"{rules}, look-ahead in those of {asking}" if asking else rules
 
     def why_planned(self) -> str | None:
-        """Return the option that a step in one graph cannot follow; None: it can follow all."""
+        """Return the first option that a step in one graph cannot follow; None if there is none.
+
+        The option is given with its value, such as "pool shared".
+        """
         if self.assignment_options or self.assignment not in (None, *IN_GRAPH):
             options = [f"{name} {value}" for name, value in self.assignment_options]
             return " ".join([f"assignment {self.rule()}", *options])
@@ -134,7 +141,7 @@ class PlannerSettings:
 
     @property
     def may_predict(self) -> bool:
-        """Whether steps in one graph may prefetch unasked, in the slots for long prompts."""
+        """Whether steps in one graph may prefetch without request, in slots for long prompts."""
         is_requested = self.must_prefetch or self.prediction != GRAPH_PREDICTION
         return self.can_prefetch and not is_requested and self.copies_prompts
 
@@ -146,11 +153,11 @@ class PlannerSettings:
     def with_predictions(
         self, sizes: tuple[int, ...], asking_sizes: tuple[int, ...] = ()
     ) -> "PlannerSettings":
-        """Return settings in which steps in one graph prefetch if they have one of these sizes.
+        """Return settings in which steps in one graph prefetch if their size is in `sizes`.
 
-        With `must_prefetch`, all sizes prefetch. Steps of `asking_sizes` prefetch too, and run each
-        next layer's router ahead. Settings that do not prefetch, or have another prediction than
-        `GRAPH_PREDICTION`, are returned unchanged.
+        With `must_prefetch`, all sizes prefetch. Steps with a size in `asking_sizes` prefetch too,
+        and run each next layer's router ahead. Settings that do not prefetch, or have another
+        prediction than `GRAPH_PREDICTION`, are returned unchanged.
         """
         if not self.can_prefetch or self.prediction != GRAPH_PREDICTION:
             return self
@@ -161,11 +168,14 @@ class PlannerSettings:
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether anything is prefetched."""
+        """Whether predicted experts are prefetched in any step."""
         return self.prefetch_count > 0 and self.prediction != "none"
 
     def set_sizes(self, geometry: Geometry, num_slots: int) -> list[int]:
-        """Return the sizes of the cache's sets, which divide `num_slots` minus `extra_slots`."""
+        """Return the sizes of the cache's sets.
+
+        Their sum is `num_slots` minus `extra_slots(num_slots)`.
+        """
         cached = num_slots - self.extra_slots(num_slots)
         return [cached] if self.pool == "shared" else sets_by_layer(cached, geometry.num_layers)
 
@@ -187,7 +197,7 @@ class PlannerSettings:
         return min(PROMPT_SLOTS, max(least, int(num_slots * PROMPT_SHARE)))
 
     def ring_slots(self, num_slots: int) -> int:
-        """Return the number of slots for experts fetched for one use, including borrowed ones."""
+        """Return the most slots of the ring, its own and borrowed, for a total of `num_slots`."""
         return min(RING_SLOTS, num_slots // 4, max(2, int(num_slots * RING_SHARE)))
 
     def extra_slots(self, num_slots: int) -> int:
@@ -215,9 +225,9 @@ def make_planner(
 ) -> Planner:
     """Build a planner for `num_slots` equal slots; `resident` are the keys present at the start.
 
-    Slots 0 .. num_slots - 1 are those of the cache's sets, then staging, then the ring's own. The
-    new planner takes over the policies of the planner `like`, with all that they have learned.
-    Policies learn in `tables`, if given.
+    Slots are numbered from 0: first those of the cache's sets, then staging slots, then the ring's
+    own. If a planner `like` is given, the new planner takes over its eviction and prediction, with
+    all that they have learned; otherwise new policies learn in `tables`, if given.
     """
     sizes = settings.set_sizes(geometry, num_slots)
     staging = settings.staging_slots(num_slots)

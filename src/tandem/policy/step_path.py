@@ -15,7 +15,7 @@ CAPTURE_SIZES = (1, 2, 4, MAX_GRAPH_TOKENS)  # padding tokens fill steps of othe
 
 
 def capture_size(num_tokens: int) -> int:
-    """Return the size of the graph that runs a step of `num_tokens` tokens."""
+    """Return the smallest capture size of at least `num_tokens` (at most 8) tokens."""
     return next(size for size in CAPTURE_SIZES if size >= num_tokens)
 
 
@@ -32,7 +32,11 @@ PLAIN_PATH = StepPath(NO_HOST, in_graph=False)
 
 
 def run_path(profile: HardwareProfile, why_planned: str | None) -> StepPath:
-    """Return the path of a run: one graph, if the profile knows it and nothing prevents it."""
+    """Return the path of a run's decode steps, where the user requests none.
+
+    The path is one graph if the profile has host costs for one graph and `why_planned` is None;
+    otherwise it is the default path, as from `step_path`.
+    """
     is_known = any(costs.path == GRAPH for costs in profile.host)
     return step_path(profile, GRAPH if is_known and why_planned is None else None, why_planned)
 

@@ -15,10 +15,10 @@ class NextUseTable(Protocol):
     def note(
         self, load: LayerLoad, divisor: int, experts: Sequence[int], above: Sequence[int]
     ) -> None:
-        """Record the experts that the layer uses in a step.
+        """Record a layer's load in a step; `learn` processes it.
 
-        The load's token counts are divided by `divisor`; `experts` are in use now in this layer,
-        and `above` in the layer above.
+        Token counts of the load are divided by `divisor`. `experts` are the layer's experts in use
+        now; for a prompt, those of its last token. `above` are the same for the layer above.
         """
 
     def learn(self) -> None:
@@ -34,14 +34,14 @@ class NextUseTable(Protocol):
         """Drop cached scores, because native code has changed the table."""
 
     def resize(self, capacity: int) -> None:
-        """Compare the rules of `eviction.rule_choice` in a cache of `capacity` slots; 0: do not."""
+        """Compare the rules of `rule_choice` in a cache of `capacity` slots; if it is 0, do not."""
 
     def followed(self) -> int:
-        """Return the number of the rule by which `values` scores."""
+        """Return the index in `rule_choice.RULES` of the rule whose scores `values` returns."""
 
 
 class LearnsInTables:
-    """Base of a policy whose constructor takes `tables`, perhaps native ones."""
+    """Base of eviction policies whose constructor takes `tables`, which may be native."""
 
     __slots__ = ()
 
@@ -51,4 +51,4 @@ class Tables(Protocol):
 
     @property
     def next_use(self) -> Callable[[Geometry], Sequence[NextUseTable]]:
-        """The factory of `eviction.next_use`'s tables, which returns one table per layer."""
+        """A function that returns the tables of `eviction.next_use` for a model, one per layer."""

@@ -20,10 +20,10 @@ class Option(NamedTuple):
 def choose_within(parts: Sequence[Sequence[Option]], num_bytes: int) -> list[Option] | None:
     """Return an option for each part, with a small total loss, in at most `num_bytes` bytes.
 
-    Every part starts with its smallest option. Steps to larger options follow each part's convex
-    hull, in the order of the loss that they save per byte (the Lagrangian's choice), if they fit.
-    The remaining bytes are spent on the changes that save the most loss. Returns None if the
-    smallest options do not fit.
+    Every part starts with its smallest option. Then parts step to larger options along their convex
+    hulls: the step that saves the most loss per byte comes first (the Lagrangian's choice), and a
+    step that does not fit is skipped. The remaining bytes are spent on the changes that save the
+    most loss. Returns None if the smallest options do not fit.
     """
     hulls = [_hull(part) for part in parts]
     at = [0] * len(hulls)
@@ -62,7 +62,7 @@ def _hull(options: Sequence[Option]) -> list[Option]:
 def _filled(parts: Sequence[Sequence[Option]], chosen: list[Option], left: int) -> list[Option]:
     """Spend the `left` bytes on changes of options; return `chosen` with the changes.
 
-    Each change is the one that saves the most loss of those that fit.
+    Of all changes that fit, the one that saves the most loss comes first.
     """
     while True:
         found = [

@@ -29,10 +29,10 @@ Progress = Callable[[int, int], None]  # (tokens done, total)
 
 
 class Squares:
-    """Sums of squares of a matrix's inputs, and the number of tokens; for one or more matrices."""
+    """Sums of squares of the inputs of one or more matrices, with the number of tokens of each."""
 
     def __init__(self, num_matrices: int, width: int) -> None:
-        """Start with zero tokens of each of `num_matrices` matrices with `width` inputs."""
+        """Start with zero tokens, for `num_matrices` matrices with `width` inputs each."""
         self._sums = torch.zeros(num_matrices, width, dtype=torch.float64, device="cpu")
         self._tokens = torch.zeros(num_matrices, dtype=torch.int64, device="cpu")
 
@@ -51,10 +51,10 @@ class CollectingExecutor(ReferenceExecutor):
     """Computes experts, and sums up the squares of the inputs of both projections."""
 
     def __init__(self, store: HostStore) -> None:
-        """Compute the experts of a store; nothing is summed up yet."""
+        """Start without sums, for the experts of `store`."""
         super().__init__(store)
         self.found: dict[str, Squares] = {}
-        """Sums of squares of inputs, by the parameter name of a layer's experts."""
+        """Sums of squares of inputs, by the parameter name of a projection of a layer's experts."""
 
     def rows(
         self, host: HostLayer, expert: int, rows: Tensor, functions: ExpertFunctions

@@ -48,11 +48,11 @@ class Tally:
     def add(
         self, domain: str, targets: Sequence[int], logits: Tensor, reference: Tensor | None
     ) -> None:
-        """Add consecutive tokens of a window, by the logits for each token's next token.
+        """Add the results of consecutive tokens of a window.
 
-        `logits` and `reference` (None: no comparison) are (n_tokens, vocabulary) fp32. `targets`
-        are the real next tokens. They may be one fewer than the logits, because the text ends with
-        the last token.
+        `logits` and `reference` (None: no comparison) are the next-token logits after each token,
+        (n_tokens, vocabulary) fp32. `targets` are the tokens that really follow. The last token of
+        the text has no target.
         """
         own = self._found.setdefault(
             domain, {name: [] for name in ("loss", "reference_loss", "kl", "is_same")}
@@ -106,8 +106,8 @@ def measure(
 ) -> Tally:
     """Run a model over windows of text; return the results of all tokens.
 
-    The model's logits are compared with those in `reference` and written by `writer`, if given.
-    Raises `ConfigError` if model and reference have vocabularies of different sizes.
+    If `reference` is given, the model's logits are compared with it; if `writer` is given, it
+    writes them. Raises `ConfigError` if model and reference have vocabularies of different sizes.
     """
     tally = Tally()
     total = sum(len(window.ids) for window in windows)

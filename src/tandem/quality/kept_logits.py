@@ -24,10 +24,16 @@ _FORMAT = "tandem-logits-1"
 
 
 class LogitsWriter:
-    """Writes logits in the order of the windows' tokens; the file appears when it is complete."""
+    """Writes logits in the order of the windows' tokens; the file appears after the `with` body.
+
+    If the body raises an error, no file is left.
+    """
 
     def __init__(self, path: Path, windows: Sequence[Window], words: str) -> None:
-        """Write to `path`; `words` is the windows' `words_digest` with the model's tokenizer."""
+        """Open a partial file beside `path`.
+
+        `words` must be the windows' `words_digest` with the model's tokenizer.
+        """
         self._path, self._partial = path, path.with_name(f"{path.name}.part")
         self._windows, self._words = windows, words
         self._sums = [0] * len(windows)

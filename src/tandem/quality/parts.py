@@ -56,7 +56,7 @@ def linear_groups(
 
 
 def embeddings_of(model: PreTrainedModel) -> dict[str, nn.Embedding]:
-    """Return the input embeddings by their path; empty if they cannot be packed."""
+    """Return the module of the input embeddings by its path; empty if it cannot be packed."""
     module = model.get_input_embeddings()
     if not is_packable_embedding(module):
         return {}
@@ -69,8 +69,8 @@ def sampled_losses(
 ) -> Tensor:
     """Return each format's squared error on a sample of a weight's rows, weighted by importance.
 
-    `weight` is (rows, cols). The last value is the sample's own weighted square: the error if all
-    weights became 0.
+    `weight` is (rows, cols). One value follows those of `formats`: the sample's own weighted
+    square, which is the error if all weights became 0.
     """
     step = max(1, len(weight) // _MOST_ROWS)
     sample = weight[::step][:_MOST_ROWS].float()
@@ -91,7 +91,10 @@ def sampled_experts(layer: HostLayer) -> list[int]:
 def expert_losses(
     layer: HostLayer, importance: Importance | None, formats: Sequence[WeightFormat]
 ) -> list[Tensor]:
-    """Return `sampled_losses` of a layer's two projections, summed over the sampled experts."""
+    """Return for each of a layer's two projections the sum of the sampled experts' losses.
+
+    An expert's losses are its `sampled_losses`.
+    """
     experts = [(expert, layer.weights(expert)) for expert in sampled_experts(layer)]
     found = []
     for name in projections(layer):

@@ -47,10 +47,10 @@ class ProbingExecutor(ReferenceExecutor):
     """
 
     def __init__(self, others: Executor, importance: Importance) -> None:
-        """Compute all layers with `others` until `rounding` selects a projection."""
+        """Start without a rounded projection; `others` computes layers that have none."""
         super().__init__(others.store)
         self.parameter = ""
-        """The full name of the projection that is rounded."""
+        """The parameter name of the rounded projection; "": none is rounded."""
         self._others, self._importance = others, importance
         self._rounded: dict[int, ExpertWeights] = {}
 
@@ -65,7 +65,7 @@ class ProbingExecutor(ReferenceExecutor):
             self._rounded.clear()
 
     def compute(self, call: RoutedCall, functions: ExpertFunctions) -> Tensor:
-        """Compute a call: expert by expert for the layer with the rounded projection."""
+        """Return a call's result; only the layer with the rounded projection is computed here."""
         if self.parameter in projections(self.store[call.layer]):
             return super().compute(call, functions)
         return self._others.compute(call, functions)
@@ -94,11 +94,12 @@ def probe(
     importance: Importance,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Return by parameter name the mean divergence in nats when only its part is rounded.
+    """Return the mean divergence in nats, by parameter name, when only its part is rounded.
 
-    Only windows as long as the first window are used. The model must be on the CPU; packed parts
-    are skipped. Linear layers with the same input are one part, and each is listed with that part's
-    divergence.
+    Linear layers with the same input are one part, and each is listed with that part's divergence.
+    The divergence when a part is rounded with almost no error is subtracted, because it is due to
+    the rounding of activations. Only windows as long as the first window are used. The model must
+    be on the CPU; packed parts are skipped.
     """
     runtime = require_runtime(model)
     length = len(windows[0].ids)

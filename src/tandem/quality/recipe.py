@@ -69,7 +69,7 @@ class Recipe:
     num_weights: int
 
     def options(self) -> dict[str, object]:
-        """Return the arguments of `tandem.pack`."""
+        """Return the recipe as keyword arguments of `tandem.pack`."""
         return {
             "expert_formats": self.expert_formats or None,
             "dense_formats": self.dense_formats,
@@ -92,7 +92,7 @@ class Recipe:
 
 @dataclass(slots=True)
 class Measured:
-    """The options of a model's parts, and the bytes that all recipes share."""
+    """The options of a model's parts, and the bytes that every recipe takes besides the parts."""
 
     layers: list[list[Option]]
     linear: dict[tuple[str, ...], list[Option]]
@@ -102,8 +102,8 @@ class Measured:
     def recipe(self, num_bytes: int) -> Recipe:
         """Return a recipe of small loss for at most `num_bytes` bytes.
 
-        Raises `ConfigError` if the smallest recipe is larger, or if even the largest recipe is more
-        than 1 % smaller.
+        Raises `ConfigError` if the smallest recipe exceeds `num_bytes`, or if `num_bytes` exceeds
+        the largest recipe by more than 1 %.
         """
         parts = [*self.layers, *self.linear.values()]
         if 8 * num_bytes >= _BITS_WITHOUT_GRIDS * self.num_weights:
@@ -145,7 +145,7 @@ class _MeasuringSink:
         self._done = self._all = 0
 
     def begin(self, expected_bytes: int, table_bytes: int) -> None:
-        """Receive the total bytes of experts, for the progress."""
+        """Record the total bytes of experts, which are passed to `progress`."""
         self._all = expected_bytes
 
     def resume(self, layer: HostLayer) -> None:

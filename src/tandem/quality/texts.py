@@ -22,7 +22,10 @@ _LEAST_TOKENS = 16  # of a domain; fewer would say nothing about it
 
 
 class Window(NamedTuple):
-    """Tokens that a model reads without earlier context, first the tokenizer's initial tokens."""
+    """Tokens that a model reads without earlier context, from a text of one domain.
+
+    They begin with the tokens that the tokenizer puts before every text.
+    """
 
     domain: str
     ids: tuple[int, ...]
@@ -53,10 +56,10 @@ def _texts_in(name: str) -> dict[str, str]:
 
 
 def read_texts(files: Sequence[str]) -> dict[str, str]:
-    """Return the texts of files by domain: each file is a domain with the file's name.
+    """Return the texts of files by domain; a file's domain is its name without the extension.
 
-    Raises `FileFormatError` for a file that is not a text, and `ConfigError` if two files have the
-    same name.
+    Raises `FileFormatError` for a file that is missing or not a text, and `ConfigError` if two
+    files have the same domain.
     """
     texts: dict[str, str] = {}
     for file in files:

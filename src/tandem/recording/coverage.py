@@ -79,9 +79,10 @@ def _part(name: str, operations: list[NotNative]) -> str:
 
 
 def coverage_of(recorded: RecordedGraph) -> Coverage:
-    """Profile a step by repeating the last step, with its inputs and positions in the KV cache.
+    """Run the last decode step again several times, with the same inputs; return its profile.
 
-    Must be called right after a decode step, before anything else is computed.
+    Must be called right after that step, before anything else is computed, because the runs write
+    to the same positions of the KV cache.
     """
     native: Counter[str] = Counter()
     calls: Counter[str] = Counter()

@@ -122,7 +122,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class _Groups:
-    """Groups of tensors that share memory in the recording, or may by their operations' schemas."""
+    """Groups of tensors that share memory in the recording, or may share it by torch's schemas."""
 
     def __init__(self, operations: Iterable[Operation], tensors: Sequence[Tensor]) -> None:
         self._parent: dict[int, int] = {}
@@ -142,7 +142,8 @@ class _Groups:
     def last_uses(self, operations: Sequence[Operation]) -> dict[int, int]:
         """Return, for each group, the index of the last operation that reads or writes the group.
 
-        For a group that a report reads it is the number of operations: it is in use until the end.
+        For a group that a report reads, the index is the number of operations: the group is in use
+        until the end of the run.
         """
         last = {
             self.of(ref.number): index
@@ -165,7 +166,7 @@ class _Memory:
         self.num_bytes = 0
 
     def take(self, like: Tensor, group: int) -> Tensor:
-        """Return a contiguous tensor with the shape and dtype of `like` in a buffer of `group`."""
+        """Reserve a buffer for `group`; return a contiguous tensor in it, with `like`'s shape."""
         num_bytes = max(1, -(-like.nbytes // _GRANULE_BYTES)) * _GRANULE_BYTES
         free = self._free.setdefault(num_bytes, [])
         if not free:

@@ -122,7 +122,7 @@ class RecordedGraph:
         ]
 
     def shape_of(self, ref: Ref) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
+        """Return the shape of a recorded tensor."""
         return self._shapes[ref.number]
 
 
@@ -155,8 +155,8 @@ def _fold(
 ) -> tuple[list[Operation], dict[int, Tensor]]:
     """Return the operations that each run must repeat, and the constants that they read.
 
-    `varying` are the numbers of changing inputs and of operations' results. Constants are by tensor
-    number; memory that an operation writes is never constant.
+    `varying` has the numbers of tensors that change between runs or are results of operations. The
+    constants are by tensor number. A tensor in memory that an operation writes is never constant.
     """
     written = {
         memory_of(recording.tensors[ref.number])

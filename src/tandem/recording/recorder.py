@@ -39,7 +39,7 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: list[Ref | None]
-    """The result, or each element of a returned sequence; None: it is not a tensor."""
+    """The result, or each element of a returned sequence; None for a value that is not a tensor."""
     name: str
     """The ATen name without namespace and overload; for opaque calls, their kind."""
     inputs: list[Ref]

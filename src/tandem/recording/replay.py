@@ -55,7 +55,7 @@ Record = Callable[[], tuple[Tensor, StepRecording]]
 
 
 class ReplayedStep:
-    """One decode step on fixed tensors, by the model's own code or its recording."""
+    """One decode step on fixed tensors: runs the model's own code at first, later its recording."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ReplayedStep:
         is_like_trusted: bool = False,
         why_not: str | None = None,
     ) -> None:
-        """Use the model's own `step`; `record` runs the step and also returns its recording.
+        """Take the model's own `step`; `record` runs it and returns its result and its recording.
 
         A step may run twice. Both runs must write the same to a KV cache; the listeners of
         `executor` hear only the first run; `announce` is called before the second run. `save` must
@@ -137,7 +137,8 @@ class ReplayedStep:
     ) -> Tensor:
         """Run the recording for a step that the model's code has run, and compare the results.
 
-        Returns the recording's result if enough of it is equal, else `expected`, the model's.
+        `go_back` restores the state before the step. Returns the recording's result if enough of it
+        is equal, else `expected`, the model's.
         """
         assert self._tolerance is not None
         go_on = self._save()
@@ -183,7 +184,7 @@ class ReplayedStep:
 def _share_equal(result: Tensor, expected: Tensor, tolerance: float) -> float:
     """Return 1 if two results (n_tokens, any) are close as a whole, else the share of close rows.
 
-    That share counts as less than 1 even if each row is close.
+    The share is at most 0.99, even if each row is close.
     """
     rows = (result - expected).norm(dim=-1), expected.norm(dim=-1)
     if bool(rows[0].norm() <= tolerance * rows[1].norm()):

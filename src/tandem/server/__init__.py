@@ -1,1 +1,1 @@
-"""The server for OpenAI's and Anthropic's clients: HTTP here, the model in the engine process."""
+"""The server's HTTP side, for OpenAI's, Anthropic's and Ollama's clients."""

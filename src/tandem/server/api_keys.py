@@ -24,7 +24,10 @@ class ApiKeys:
         self._keys = [(key.encode(), _owner(key)) for key in keys]
 
     def owner(self, headers: Mapping[bytes, bytes]) -> bytes | None:
-        """Return the owner of a request's key, b"" without keys; None: the key is not valid."""
+        """Return the owner of the API key in a request's headers; None if no valid key is there.
+
+        If the server has no keys, all requests have the owner b"".
+        """
         if not self._keys:
             return b""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
@@ -41,7 +44,7 @@ class ApiKeys:
 def read_keys(
     listed: str | None, file: str | None, environment: str | None = None
 ) -> tuple[str, ...]:
-    """Return the keys from a comma-separated list, a file with one per line, and the environment.
+    """Return the keys of a comma-separated list, a file with a key per line, and the environment.
 
     Raises `ConfigError` for an empty key or a file without keys.
     """

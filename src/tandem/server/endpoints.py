@@ -24,7 +24,10 @@ Endpoints = Mapping[str, Api[Any] | Question[Any]]
 
 
 def endpoints(requests: GenerationRequests, tokenizer: Tokenizer, model: str) -> Endpoints:
-    """Return the endpoints by their names in the metrics; answers name the model `model`."""
+    """Return the handler of each endpoint, by the endpoint's name in the metrics.
+
+    Answers give `model` as the model's name.
+    """
     return {
         "chat": Api(
             ChatRequest,

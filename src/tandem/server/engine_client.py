@@ -50,19 +50,22 @@ _LOST = "the model cannot be loaded; the server's log says why; fix that and res
 
 
 class TokenOutputs:
-    """The token outputs of requests that were submitted together, in the outputs' arrival order."""
+    """The token outputs of requests that were submitted together, in order of arrival."""
 
     def __init__(self, numbers: range) -> None:
-        """Start without outputs; `numbers` are those of the requests."""
+        """Start without outputs; `numbers` are the consecutive numbers of the requests."""
         self.numbers = numbers
         self._queue: asyncio.Queue[TokenOutput | ApiError] = asyncio.Queue()
 
     def put(self, token_output: TokenOutput | ApiError) -> None:
-        """Deliver an output; an error ends all requests."""
+        """Queue a token output, or an error, which iteration raises instead of further outputs."""
         self._queue.put_nowait(token_output)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, TokenOutput]]:
-        """Yield (index of the request, token output) until all have ended."""
+        """Yield (index of the request, token output) until all requests have ended or one fails.
+
+        Raises the `ApiError` of the request that failed.
+        """
         num_open = len(self.numbers)
         while num_open:
             token_output = await self._queue.get()
@@ -74,7 +77,7 @@ class TokenOutputs:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A request that has not ended."""
+    """A submitted request that has not ended."""
 
     request: Request
     token_outputs: TokenOutputs
@@ -99,8 +102,7 @@ class EngineClient:
         A process that sends nothing for `most_silent_seconds` while requests run is killed.
         """
         self.on_begin: Callable[[float], None] = lambda seconds: None
-        """Called with a request's waiting time, in seconds, when a sequence slot becomes free for
-        it."""
+        """Called when a request gets a sequence slot, with the seconds that it has waited."""
         self._load, self._settings = load, settings
         self._max_waiting = max_waiting
         self._most_silent_seconds = most_silent_seconds
@@ -138,7 +140,7 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """The engine process's id."""
+        """The engine process's id; None before its start."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> ModelInfo:
@@ -159,7 +161,7 @@ class EngineClient:
         return max(0, self._num_slots + self._max_waiting - len(self._pending))
 
     def require_room(self, number: int) -> None:
-        """Raise `ApiError` unless `number` requests can be accepted now."""
+        """Raise `ApiError` unless `number` more requests can be accepted now."""
         if self._is_draining:
             raise server_error("the server is shutting down; ask again later", status=503)
         if self._is_lost:
@@ -179,10 +181,10 @@ class EngineClient:
             )
 
     def submit(self, *requests: Request, images: bytes | None = None) -> TokenOutputs:
-        """Submit requests, all or none, and number them; `cancel` ends them early.
+        """Submit all of these requests or none; return an iterator over their token outputs.
 
-        `images` are the prompt's images, pickled, the same for each request. Raises `ApiError` if
-        the queue is full or the server is stopping.
+        The iterator's `numbers` identify the requests for `cancel`. `images` are the prompt's
+        images, pickled, the same for each request. Raises `ApiError` as `require_room` does.
         """
         self.require_room(len(requests))
         first = self._next_number
@@ -196,12 +198,12 @@ class EngineClient:
         return token_outputs
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Drop the requests that have not ended, which frees their slots."""
+        """Cancel these requests, except those that have ended; their sequence slots become free."""
         self._drop(numbers)
         self._send_waiting()
 
     def _drop(self, numbers: Sequence[int]) -> list[_Pending]:
-        """Remove requests, in one pass; return the requests that had not ended."""
+        """Forget these requests, and cancel those that run; return those that had not ended."""
         dropped = [self._pending.pop(number) for number in numbers if number in self._pending]
         self._waiting.drop(numbers)
         for pending in dropped:
@@ -244,7 +246,7 @@ class EngineClient:
         self._process = EngineProcess(self._load, self._settings, self._take, self._ended)
 
     async def _look(self) -> None:
-        """Kill the engine process once it sends nothing for too long while requests run."""
+        """Kill the engine process whenever it is silent for too long while requests run."""
         while True:
             await asyncio.sleep(self._most_silent_seconds / _LOOKS)
             self._silent_looks += 1
@@ -289,7 +291,10 @@ class EngineClient:
             self._mean_seconds += _NEWEST * (seconds - self._mean_seconds)
 
     def _ended(self, process: EngineProcess) -> None:
-        """Fail the running requests; restart, unless the model cannot be loaded."""
+        """Fail the running requests of an engine process that has ended, and start a new process.
+
+        If the model cannot be loaded, fail all requests instead, and start no process.
+        """
         if self._is_closed:
             return
         running = [n for n, pending in self._pending.items() if pending.is_running]
@@ -351,7 +356,7 @@ class EngineClient:
             free -= 1
 
     def fail(self, numbers: Sequence[int], message: str, *, status: int = 500) -> None:
-        """End these requests, if they are not over, with an error message for their clients."""
+        """End these requests, except those that have ended, with an error for their clients."""
         self._tell(numbers, server_error(message, status=status))
 
     def _tell(self, numbers: Sequence[int], error: ApiError) -> None:
@@ -360,7 +365,7 @@ class EngineClient:
         self._send_waiting()
 
     def _retry_after(self) -> int:
-        """Return in how many seconds half of the waiting requests should have started."""
+        """Return an estimate of the seconds until half of the waiting requests have started."""
         rounds = max(1.0, len(self._waiting) / 2 / self._num_slots)
         return max(1, min(120, math.ceil(rounds * self._mean_seconds)))
 

@@ -33,17 +33,17 @@ class StreamForm:
 
 
 def json_line(data: Event) -> bytes:
-    """Return one line of JSON."""
+    """Return an event as one line of JSON."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 def event(data: Event) -> bytes:
-    """Return one server-sent event."""
+    """Return a server-sent event whose data are one line of JSON."""
     return b"data: " + json_line(data) + b"\n"
 
 
 def named_event(data: Event) -> bytes:
-    """Return one server-sent event whose name is its type."""
+    """Return a server-sent event like `event`, named by the `type` field of its data."""
     return f"event: {data['type']}\n".encode() + event(data)
 
 
@@ -89,7 +89,7 @@ class EventStream(Response):
                 await sending
 
     async def _show_life(self, send: Send) -> None:
-        """Send a sign of life, which clients ignore, after each few seconds without other data."""
+        """Send the form's sign of life whenever nothing else was sent for `_SILENT_SECONDS`."""
         while True:
             silent = time.monotonic() - self._latest
             if silent >= _SILENT_SECONDS:

@@ -1,9 +1,10 @@
 """Checks every request before the application: host, key, content type and size of its body.
 
-A page of another site must not reach a server on the same machine. A script of such a page cannot
-send JSON without a CORS request, which is refused, and a host name that the site points at this
-machine is not one of the server's names. A body that a page sends under another content type comes
-with headers that name the page, and is refused; a program's body without a type is accepted.
+A page of another site must not reach a server on the same machine, in any of three ways. A script
+of the page cannot send JSON without a CORS request, which is refused. If the site points its own
+host name at this machine, that name is not one of the server's, and the request is refused. A body
+of another content type is refused. Only a program's body may lack the type, or have the type that
+curl sends for any body: its request has none of the headers by which a browser names the page.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +32,7 @@ _UNCOUNTED = {"call": lambda: None}
 
 
 def is_own_name(headers: Mapping[bytes, bytes], names: Collection[str] | None) -> bool:
-    """Tell whether a request's host is one of `names`, or `names` is None, which allows any."""
+    """Tell whether a request's host name is one of `names`; if `names` is None, any host is."""
     host = headers.get(b"host", b"").decode("latin-1").lower()
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     return names is None or name in names
@@ -69,7 +70,10 @@ class Gate:
         allowed_hosts: list[str] | None,
         max_body_bytes: int,
     ) -> None:
-        """Store what requests need: a key, unless there are none; a host, unless hosts are None."""
+        """Store the checks' settings.
+
+        Without `api_keys`, requests need no key; `allowed_hosts` None accepts any host.
+        """
         self._app = app
         self._keys = ApiKeys(api_keys)
         self._hosts = None if allowed_hosts is None else set(allowed_hosts)

@@ -75,7 +75,7 @@ class Grammars:
     """Builds grammars in a separate process, which is restarted if it ends."""
 
     def __init__(self, tables: Callable[[], Tables]) -> None:
-        """Prepare; nothing is started yet. `tables` is called in a thread."""
+        """Prepare; no process is started yet. At each start, a thread calls `tables`."""
         self.process = HelperProcess(
             main, lambda: framed(tables()), unavailable="grammars cannot be built now; ask again"
         )
@@ -84,7 +84,7 @@ class Grammars:
         self._passed: OrderedDict[bytes, str | None] = OrderedDict()
 
     async def build(self, writer: Writer) -> str | None:
-        """Return the grammar that `writer` writes, after it has been built; None if it writes none.
+        """Build the grammar that `writer` writes, and return it; None if `writer` writes none.
 
         Raises `ConfigError` for a grammar that cannot be built within the limits, and `ApiError` if
         the queue is full or the process cannot be reached. Cancelling the call ends the work,

@@ -30,7 +30,8 @@ class HelperProcess:
         """Prepare; nothing is started yet.
 
         `main` is the function that the process runs. `first` is called in a thread and returns the
-        first message, framed. `unavailable` is the clients' error if the process cannot be started.
+        first message, framed. `unavailable` is the error message for clients if the process cannot
+        be started.
         """
         self._main, self._first, self._unavailable = main, first, unavailable
         self._starting: asyncio.Task[socket.socket] | None = None
@@ -40,7 +41,7 @@ class HelperProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id."""
+        """The helper's process id; None before its start."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -55,9 +56,9 @@ class HelperProcess:
     async def ask(self, job: bytes, *, kind: bytes = b"j", seconds: float | None = None) -> Any:
         """Return the answer to a framed job; None if the helper or the fork ended before answering.
 
-        A fork that exceeds its limits is ended. If the job takes more than `seconds`, the helper
-        itself is killed. Cancelling the call closes the job's socket. Raises `ApiError` if the
-        helper cannot be reached.
+        `kind` is one byte that the helper interprets. A fork that exceeds its limits is ended. If
+        the job takes more than `seconds`, the helper itself is killed. Cancelling the call closes
+        the job's socket. Raises `ApiError` if the helper cannot be reached.
         """
         # The helper may have been killed; jobs that have not begun can be repeated.
         for _ in range(2):

@@ -39,7 +39,7 @@ _CHUNK_OVERHEAD = 8
 
 
 class _Parsing(enum.Enum):
-    """The parser's state."""
+    """What the parser of a connection is reading; the values are words of error messages."""
 
     PAUSE = "the pause between requests"
     HEAD = "a head"
@@ -57,8 +57,8 @@ class Connections:
     ) -> None:
         """Start without connections. `clock` returns seconds.
 
-        `answer_at_once` returns the JSON answer to a request that the application need not see, by
-        its scope; otherwise None.
+        `answer_at_once` gets a request's scope; it returns the answer as JSON, or None if the
+        application must answer.
         """
         self.limits, self.clock, self.answer_at_once = limits, clock, answer_at_once
         self._all: set[BoundedHttp] = set()
@@ -81,7 +81,7 @@ class Connections:
             first.abort()
 
     def remove(self, connection: "BoundedHttp") -> None:
-        """Remove a connection that has ended."""
+        """Forget a connection that has ended, or that is about to be closed."""
         self._all.discard(connection)
         self._strangers.pop(connection, None)
         self._waiting.pop(connection, None)
@@ -129,13 +129,13 @@ class BoundedHttp(HttpToolsProtocol):
     # ---- the connection --------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        """Add the connection; at the limit, this closes a connection."""
+        """Add this connection to `Connections`, which may close a connection to make room."""
         super().connection_made(transport)
         self._allow(self._limits.head_seconds)
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Remove the connection."""
+        """Remove this connection from `Connections`."""
         self._connections.remove(self)
         super().connection_lost(exc)
 
@@ -158,7 +158,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._end(ApiError(408, f"{what} did not end within {seconds:.0f} seconds"))
 
     def _is_stuck(self, now: float) -> bool:
-        """Tell whether the client has read none of the data to send for `unread_seconds`."""
+        """Tell whether data wait to be sent and the client has read none for `unread_seconds`."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or unsent < self._unsent_bytes or not self._unsent_bytes:
             self._unsent_since = now
@@ -166,7 +166,7 @@ class BoundedHttp(HttpToolsProtocol):
         return unsent > 0 and now - self._unsent_since >= self._limits.unread_seconds
 
     def _allow(self, seconds: float) -> None:
-        """Set the time limit of the phase that begins now."""
+        """Give the client `seconds` for what it must do next: send a request, a head or a body."""
         self._since = self._connections.clock()
         self._late = self._since + seconds
 
@@ -187,7 +187,7 @@ class BoundedHttp(HttpToolsProtocol):
     # ---- receiving -------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, unless they exceed a limit."""
+        """Parse received bytes; then end the connection if they exceed a limit of size."""
         self._fed_bytes += len(data)
         self._chunk_bytes = len(data)
         self._is_first_of_read = True
@@ -250,7 +250,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End a request; its answer may have been sent already."""
+        """Note that a request has arrived whole; its answer may have been sent already."""
         super().on_message_complete()
         self._parsing = _Parsing.PAUSE
         self._fed_bytes = 0
@@ -260,10 +260,11 @@ class BoundedHttp(HttpToolsProtocol):
             self._send_at_once(self._at_once)
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """Start the application, unless `answer_at_once` answers, which saves an event-loop turn.
+        """Start the application for a request, unless `answer_at_once` answers it.
 
-        At most one request of each read is answered so. The others go through the event loop, so
-        that a client that sends many requests together does not delay other clients.
+        An answer at once saves a turn of the event loop. At most one request of each read from the
+        socket is answered so; otherwise, a client that sends many requests together would delay
+        other clients.
         """
         if self._ends_head_of_first and not self.flow.write_paused:
             self._at_once = self._connections.answer_at_once(cycle.scope)

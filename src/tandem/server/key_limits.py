@@ -21,7 +21,7 @@ _NAME_BYTES = 4
 
 @dataclass
 class _Key:
-    """A key's current use."""
+    """An API key's remaining tokens, running answers and waiting answers."""
 
     tokens: float
     """Tokens left for the key; below 0 after an answer longer than the remainder."""
@@ -36,11 +36,11 @@ class _Key:
 
 
 class KeyLimits:
-    """Delays a key's answers until its limits allow them; a limit of None allows all.
+    """Delays or refuses answers that would exceed the limits of their API key; None is no limit.
 
     Tokens are a bucket: a key begins with the tokens of one minute and regains them at that rate.
-    It pays for prompts and answers when a request ends, so the last request may exceed the
-    remaining tokens.
+    The tokens of a request's prompts and answers are subtracted when the request ends, so the last
+    request may exceed the remaining tokens.
     """
 
     def __init__(self, options: ServerOptions, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,7 +78,7 @@ class KeyLimits:
             raise
 
     def leave(self, owner: bytes, number: int, num_tokens: int) -> None:
-        """Count answers as ended, and take their tokens, prompts included, from the bucket."""
+        """Count `number` answers as ended; charge the key for their tokens, prompts included."""
         key = self._key(owner)
         key.running -= number
         key.tokens -= num_tokens

@@ -19,7 +19,7 @@ _ANY_JSON = {"application/json": {"schema": {"type": "object"}}}
 
 
 def described_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return route arguments that describe the body, its answers and its errors."""
+    """Return the arguments with which FastAPI describes a route's body, answers and errors."""
     schema = {"$ref": _REF.format(model=kind.__name__)}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     kinds = ("text/event-stream", "application/x-ndjson")
@@ -32,7 +32,7 @@ def described_body(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def described_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the description of the errors with these statuses; without statuses, of all errors."""
+    """Return OpenAPI descriptions of errors, by status; without `statuses`, of all errors."""
     return {
         status: {"description": _ERRORS[status], "content": _ANY_JSON}
         for status in statuses or _ERRORS
@@ -40,7 +40,7 @@ def described_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def describe(app: FastAPI, kinds: list[type[BaseModel]]) -> None:
-    """Add the schemas of bodies to an application's description."""
+    """Add the JSON schemas of these bodies to the application's OpenAPI description."""
     plain = app.openapi
 
     def with_bodies() -> dict[str, object]:

@@ -181,7 +181,7 @@ class ServerOptions:
         return not self.strict and self.served_model_name is None
 
     def max_body_bytes(self, *, has_images: bool) -> int:
-        """Return the largest request body in bytes, with or without images."""
+        """Return the most bytes of a request body; by default more if the model takes images."""
         default = _MAX_BODY_WITH_IMAGES if has_images else _MAX_BODY
         return parse_bytes(self.max_body or default, name="max_body")
 
@@ -197,7 +197,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_key(host: str, api_keys: Sequence[str]) -> None:
-    """Raise `ConfigError` for a server without an API key that other machines can reach."""
+    """Raise `ConfigError` if other machines can reach `host` and there is no API key."""
     if not api_keys and not is_loopback(host):
         raise ConfigError(
             f"listening on {host} lets other machines in; set TANDEM_API_KEY to a long random "

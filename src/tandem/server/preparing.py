@@ -45,7 +45,7 @@ class Setup(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A job: turn a body into requests, or answer it."""
+    """A body for the prompt process, to turn into requests or to answer without the model."""
 
     endpoint: str
     raw: bytes
@@ -58,7 +58,11 @@ class Job(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """The result of a job whose body needs data or room that the job did not have."""
+    """The result of a job that must be repeated with more room or with an earlier conversation.
+
+    The body needs room for `num_answers` requests. `earlier_id` is the response whose conversation
+    the body continues; None: the body begins a conversation.
+    """
 
     num_answers: int
     earlier_id: str | None
@@ -70,14 +74,14 @@ class Prepared:
 
     requests: Sequence[Request]
     images: bytes | None
-    """The requests' `ImagePrompt`, pickled, because reading it needs torch."""
+    """The requests' `ImagePrompt`, pickled because unpickling needs torch; None: no images."""
     writer: Writer | None
-    """Writes the grammar that all requests follow."""
+    """Writes the grammar that all requests follow; None: no grammar."""
     reply: Reply
     is_stream: bool
     num_dropped_turns: int
     texts: Sequence[str]
-    """The prompts, if they are logged."""
+    """The prompts, to be logged; empty unless the server logs prompts."""
 
 
 @dataclass(slots=True)
@@ -85,11 +89,11 @@ class Answered:
     """The result of a job."""
 
     found: Prepared | bytes | Needs | None = None
-    """The prepared requests, or the whole answer as JSON bytes, or the data that the job lacks."""
+    """The prepared requests, or the whole answer as JSON, or what the job lacks; None: an error."""
     error: ApiError | None = None
-    """The error to send to the client."""
+    """The error to send to the client; None: the job succeeded."""
     other_model: str | None = None
-    """The model name in the request, if the served model does not have it."""
+    """The model name in the request if it is not a name of the served model; otherwise None."""
     ignored: Collection[str] = ()
     """Names of fields that were ignored."""
     problem: str | None = None

@@ -40,7 +40,10 @@ class Prompts:
         self._long = asyncio.Semaphore(_MOST_LONG)
 
     async def ask(self, job: Job) -> Answered:
-        """Return the result of a job; cancelling the call ends the work on a long body."""
+        """Return the result of a job; cancelling the call ends the work on a long body.
+
+        Raises `ApiError` if the process, or its fork for a long body, ended before answering.
+        """
         num_bytes = len(job.raw) + len(job.earlier or b"")
         # Images are opened in a fork.
         if num_bytes > _SHORT_BODY_BYTES or b"image" in job.raw:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class RunningAnswer:
-    """Running generation requests: timed, counted, logged, and cancelled at the end."""
+    """Runs the generation requests of one body: times, counts, logs and perhaps cancels them."""
 
     def __init__(
         self,
@@ -93,7 +93,10 @@ class RunningAnswer:
         )
 
     def cancel(self) -> None:
-        """Cancel requests that have not ended: the client has left, or the answer is complete."""
+        """Cancel the requests that have not ended, and count the answer as left by its client.
+
+        Does nothing if the answer has ended.
+        """
         self._engine.cancel(self._token_outputs.numbers)
         self._end("499")
 
@@ -118,7 +121,7 @@ class RunningAnswer:
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Return the work's result; if the client leaves first, cancel it and raise `ApiError`."""
+    """Return the result of `work`; if the client leaves first, cancel `work`, raise `ApiError`."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(left(request.receive))
     try:

@@ -84,7 +84,7 @@ class Server:
     # ---- answers ---------------------------------------------------------------------------------
 
     async def answer(self, endpoint: Endpoint, request: Request) -> Response:
-        """Answer a body: as a whole, as a stream, or at once without the model."""
+        """Return the response to a request: an object or a stream, with or without the model."""
         with self._counted(endpoint.name):
             found = await self._found(endpoint, request)
             if not isinstance(found, Prepared):
@@ -113,7 +113,7 @@ class Server:
     async def _begun(
         self, endpoint: Endpoint, request: Request, prepared: Prepared, grammar: str | None
     ) -> RunningAnswer:
-        """Submit a prepared body once the limits of its API key allow it."""
+        """Submit a body's requests once the limits of its API key allow it; return the answer."""
         key, number, seconds = key_of(request), len(prepared.requests), _deadline(request)
         prompt_tokens = sum(len(one.prompt) for one in prepared.requests)
         await unless_disconnected(request, self.key_limits.enter(key, number))
@@ -139,7 +139,7 @@ class Server:
             raise
 
     async def _found(self, endpoint: Endpoint, request: Request) -> Prepared | bytes:
-        """Return what the prompt process makes of a body: requests, or the whole answer in JSON."""
+        """Return what the prompt process makes of a body: requests, or the whole answer as JSON."""
         try:
             raw = await request.body()
         except ClientDisconnect:
@@ -158,7 +158,10 @@ class Server:
             job = self._with_needs(job, answered.found, self.owner_of(request))
 
     def _with_needs(self, job: Job, needs: Needs, owner: bytes) -> Job:
-        """Return the job with what its body needs; `ApiError` if that is not available."""
+        """Return the job with the room and the earlier conversation that its body needs.
+
+        Raises `ApiError` if there is too little room, or if the conversation is not kept.
+        """
         if needs.num_answers:
             self.engine.require_room(needs.num_answers)
         kept = self.kept_of(owner)
@@ -180,7 +183,7 @@ class Server:
 
     @contextlib.contextmanager
     def _counted(self, endpoint: str) -> Iterator[None]:
-        """Count errors that precede an answer; a `RunningAnswer` counts itself."""
+        """Count errors in the `with` body; a `RunningAnswer` counts later errors itself."""
         try:
             yield
         except ApiError as error:
@@ -208,7 +211,7 @@ class Server:
         return key_of(request) if self.options.isolate_keys else b""
 
     def _note(self, endpoint: Endpoint, model: str | None, ignored: Collection[str]) -> None:
-        """Log a request for another model's name, and ignored fields with similar known fields."""
+        """Log, once per name, another model's name in a request and the names of ignored fields."""
         if model is not None and self._is_news(f"model {model}"):
             _log.info("requests for model %s are answered by %r", plain(model, 100), self.model)
         news = [name for name in ignored if self._is_news(f"field {name}")]
@@ -218,7 +221,7 @@ class Server:
             _log.warning("ignored from now on: the fields %s of requests", ", ".join(names))
 
     def _is_news(self, what: str) -> bool:
-        """Tell whether to log a message: each is logged once, and their number is limited."""
+        """Remember `what`; tell whether it is new. At the limit `_MOST_NOTED`, nothing is new."""
         is_news = what not in self._noted and len(self._noted) < _MOST_NOTED
         if is_news:
             self._noted.add(what)
@@ -253,7 +256,7 @@ class Server:
 
     @property
     def context(self) -> int | None:
-        """The most tokens of prompt and answer together; None: not known yet."""
+        """The most tokens of prompt and answer together; None: no limit, or none known yet."""
         info = self.engine.info
         return None if info is None else self._about.limit(info)
 
@@ -300,7 +303,10 @@ def key_of(request: Request) -> bytes:
 
 
 def _deadline(request: Request) -> float | None:
-    """Return how many seconds the client will wait for its answer; None if it does not say."""
+    """Return the seconds that a request's deadline header allows; None without the header.
+
+    Raises `ApiError` if the header is not a number above 0.
+    """
     deadline = request.headers.get(_DEADLINE)
     try:
         seconds = None if deadline is None else float(deadline)
@@ -317,7 +323,7 @@ def _with_hint(name: str, known: list[str]) -> str:
 
 
 def trimming_headers(num_turns: int) -> dict[str, str]:
-    """Log how many turns of a conversation were dropped; return headers with that number."""
+    """Log how many turns were dropped, and return a header with that number; {} if none were."""
     if not num_turns:
         return {}
     _log.info("a conversation did not fit: %d of its oldest turns were dropped", num_turns)

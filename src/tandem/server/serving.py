@@ -39,7 +39,7 @@ _KERNEL_QUEUE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The model to serve."""
+    """The model to serve: its name, and the functions that load its parts."""
 
     name: str
     load_model: ModelLoader
@@ -50,7 +50,7 @@ class Source:
 class _Uvicorn(uvicorn.Server):
     """Limits connections, and lets running requests end before connections close.
 
-    Requests that do not end in time fail with the reason.
+    Requests that do not end in time fail with an error that says why.
     """
 
     def __init__(
@@ -159,7 +159,10 @@ async def _serve(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bind the port now, so that an error comes before a model is loaded."""
+    """Return a socket bound to the port; `ConfigError` if the port cannot be used.
+
+    Called first, so that the error comes before a model is loaded.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol given, asyncio recognizes TCP and sends each part of an answer at once.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -62,8 +62,9 @@ class FirstTokenScore(HybriMoeScore):
 class IndexedCopyOnMiss(CopyOnMiss):
     """Paper 2's N-index cache: only misses of the first N layers are copied.
 
-    With a shared pool, the N layers have all slots, and the least recently used expert of any of
-    them is evicted; with the paper's M ways per layer, that of the missed expert's layer.
+    With a shared pool, the N layers have all slots, and the least recently used expert of all N
+    layers is evicted. With one set per layer, the paper's M ways, the least recently used expert of
+    the missed expert's layer is evicted.
     """
 
     def __init__(self, geometry: Geometry, *, quota: int = 64, share: float = 0.5) -> None:
@@ -74,7 +75,7 @@ class IndexedCopyOnMiss(CopyOnMiss):
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
     ) -> Sequence[int]:
-        """Return the misses within the remaining quota; none after the first N layers."""
+        """Return the misses that the quota allows, in the first N layers; otherwise no experts."""
         return super().candidates(layer, misses, slot_of) if layer < self._num_layers else ()
 
 
@@ -108,8 +109,8 @@ class Popularity(Prediction):
 class Transitions(Prediction):
     """Predicts how often experts are used after the active experts of the previous layer.
 
-    Each (layer, expert of the previous layer) has a table row of how often the layer's experts
-    followed.
+    For each layer and each expert of the previous layer, a table row has how often each of the
+    layer's experts followed.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -123,7 +124,11 @@ class Transitions(Prediction):
         self._last = None
 
     def observe(self, load: LayerLoad) -> None:
-        """Move the previous layer's active experts' table rows towards this layer's active ones."""
+        """Update the table rows of the previous layer's active experts.
+
+        Each row moves towards 1 for this layer's active experts, and towards 0 for all other
+        experts.
+        """
         if self._last is not None and self._last.layer == load.layer - 1:
             used = np.zeros(self._rows.shape[2])
             used[list(load.experts)] = 1.0
@@ -234,7 +239,7 @@ class Hinted(Prediction):
 
 
 class TopK(PrefetchChoice):
-    """DALI's choice: the absent experts of the k best, even if the link has no time for them."""
+    """DALI's choice: the absent experts among the best, even if the link has no time for them."""
 
     is_staged = True
 
@@ -243,7 +248,7 @@ class TopK(PrefetchChoice):
         self.count = count
 
     def choose(self, forecast: Forecast, terms: PrefetchTerms) -> list[int]:
-        """Return the absent experts of the `count` with the highest scores, as room permits."""
+        """Return the absent experts among the `count` best, at most `terms.room`."""
         scores = forecast.scores
         best = sorted(range(len(scores)), key=lambda expert: (-scores[expert], expert))
         absent = [e for e in best[: self.count] if terms.slots[e] < 0 and scores[e] > forecast.base]

@@ -69,7 +69,10 @@ def _run(
 
 
 def table(speeds: Sequence[Speed]) -> str:
-    """Return decode speeds as a Markdown table: rows are systems, columns batch and cache sizes."""
+    """Return decode speeds as a Markdown table.
+
+    A row is a system; a column is a batch size with a cache size.
+    """
     cells = list(dict.fromkeys((speed.batch, speed.gpu_experts) for speed in speeds))
     names = list(dict.fromkeys(speed.system for speed in speeds))
     known = {(s.system, s.batch, s.gpu_experts): s.decode_tokens_per_second for s in speeds}
@@ -83,7 +86,7 @@ def table(speeds: Sequence[Speed]) -> str:
 
 
 def without_decode(speeds: Sequence[Speed], limit: int) -> str | None:
-    """Return a sentence about batch sizes at which no token was decoded; None if there are none."""
+    """Return a sentence about the batch sizes that decoded no token; None if all decoded some."""
     batches = sorted({speed.batch for speed in speeds if speed.decode_tokens_per_second is None})
     if not batches:
         return None

@@ -29,7 +29,7 @@ MakeEviction = Callable[[Geometry, int], Eviction]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """How many experts host memory has slots for, and their eviction, beside a GPU and a disk."""
+    """Host memory beside a GPU and a disk: its share of the experts, and its eviction policy."""
 
     share: float
     make_eviction: MakeEviction
@@ -42,7 +42,7 @@ class HostShare:
 
 
 class _DeviceLast(Eviction):
-    """Scores as another policy does, but gives experts on the device the lowest score."""
+    """Scores as another policy does, except that experts on the device have the lowest score."""
 
     background = "always"
 
@@ -71,7 +71,8 @@ class HostTier:
     ) -> None:
         """Start full of experts that the GPU lacks, as after loading a model.
 
-        `states` has each expert's residency on the GPU, by key, and is read as it changes.
+        `states` has each expert's residency on the GPU, by key; it must be the planner's own
+        sequence, which changes as experts move.
         """
         self.read_seconds, self._plans_reads = read_seconds, memory.plans_reads
         sizes = [int(geometry.num_experts * memory.share)] * geometry.num_layers

@@ -70,9 +70,9 @@ class Partial(NamedTuple):
     ) -> "Partial":
         """Return both branches for expert i, concatenated.
 
-        These are this object's answers with the expert on the CPU, followed by the answers `on_gpu`
-        with it on the GPU. `gpu` are the new GPU times of `on_gpu`; `copies` is 1 if the GPU branch
-        has a fetch to count for the expert, else 0.
+        This object's answers with expert i on the CPU come first, then the answers `on_gpu` with
+        expert i on the GPU. `gpu` are the new GPU times of `on_gpu`; `copies` is 1 if the GPU
+        branch has a fetch to count for the expert, else 0.
         """
         return Partial(
             np.concatenate((self.gpu, gpu)),
@@ -107,9 +107,9 @@ class Partial(NamedTuple):
 
 
 def _undominated(cpu: Floats, keep: Ints) -> Ints:
-    """Return those indices of `keep` whose `cpu` is below that of all earlier indices.
+    """Return those indices of `keep` whose `cpu` is below that of all earlier indices in `keep`.
 
-    `keep` must have the answers in the order of their GPU times.
+    `keep` must list answers in ascending order of their GPU times.
     """
     lowest = np.concatenate(([np.inf], np.minimum.accumulate(cpu[keep])[:-1]))
     return keep[cpu[keep] < lowest * (1 - 1e-13)]
@@ -148,7 +148,10 @@ class Relaxation:
         self._cpu = np.concatenate(([0.0], np.cumsum(cpu[order][::-1])))[::-1]
 
     def bound(self, cpu: Floats, gpu: Floats, slowdown: float = 1.0) -> Floats:
-        """Return a lower bound on max(T_gpu, slowdown * T_cpu) for partial sums (cpu, gpu)."""
+        """Return a lower bound on max(T_gpu, slowdown * T_cpu) for each partial answer.
+
+        `cpu` and `gpu` are the seconds of the experts that each partial answer has decided.
+        """
         # Between neighbouring prefixes gpu rises and cpu falls linearly. The bound is where they
         # are equal, found by interpolating their difference.
         difference = self._gpu - slowdown * self._cpu  # rising

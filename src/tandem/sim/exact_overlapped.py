@@ -102,9 +102,10 @@ def _slowed(problem: LayerProblem, cpu: Floats, fetches: Ints) -> Floats:
 
 
 def _least_slowdown(problem: LayerProblem, fetches: int) -> float:
-    """Return the least factor by which so many copies slow the CPU, whatever it computes.
+    """Return the least factor by which `fetches` copies slow the CPU, for any experts it computes.
 
-    `_slowed` is concave in the CPU's seconds, so the ratio is least for the most seconds.
+    `_slowed` is concave in the CPU's seconds, so the factor is least if the CPU computes all
+    experts.
     """
     most = sum(problem.cpu) + problem.cpu_first
     arrival = problem.link_busy + fetches * problem.link
@@ -123,7 +124,7 @@ class _Search:
         self._absent = _copy_order(problem)
 
     def rest(self, decided: int) -> _Rest:
-        """Return the bound of the experts that are undecided after `decided` decisions."""
+        """Return the `_Rest` of the experts that are undecided after `decided` decisions."""
         known = min(decided, len(self._residents))
         return _Rest(
             self._problem, self._residents[known:], self._absent[max(0, decided - known) :]

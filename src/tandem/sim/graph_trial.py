@@ -97,7 +97,7 @@ class _TypicalPrediction(Prediction):
         self._step += 1
 
     def observe(self, load: LayerLoad) -> None:
-        """Take the step's number of sequences from a layer's tokens."""
+        """Derive the step's number of sequences from a layer's token counts."""
         self._num_sequences = sum(load.tokens) // self._geometry.top_k
 
     def predict(self, layer: int) -> Forecast:
@@ -160,20 +160,21 @@ class _Trial:
         self._heat = self._trace.sequences(most, most + _HEAT_SEQUENCES)
 
     def fetches_pay(self, size: int) -> bool:
-        """Tell whether steps of `size` tokens are sufficiently faster with fetches."""
+        """Tell whether fetches speed up steps of this size by more than a factor `LEAST_GAIN`."""
         fetching, plain = (self._seconds(size, rule) for rule in (FETCHING_RULE, GRAPH_RULE))
         return plain > LEAST_GAIN * fetching
 
     def copies_pay(self, size: int, rule: str) -> bool:
-        """Tell whether steps under `rule` are sufficiently faster with prefetches by prediction."""
+        """Tell whether predicted prefetches speed up steps by more than a factor `LEAST_GAIN`."""
         ahead, plain = (self._seconds(size, rule, by) for by in (_TYPICAL, None))
         return plain > LEAST_GAIN * ahead
 
     def asking_pays(self, size: int, rule: str) -> bool:
-        """Tell whether steps are sufficiently faster with prefetches of experts that hints name.
+        """Tell whether prefetches by hints speed up steps by more than a factor `LEAST_GAIN`.
 
-        The comparison is with steps without prefetches. Steps with the trial's stand-in for
-        `regression` would not do: it is right as often as `regression`, but names more experts.
+        The comparison is with steps without prefetches. The trial's stand-in for `regression` would
+        be no fair comparison: the stand-in is right as often as `regression`, but names more
+        experts.
         """
         ahead, plain = (self._seconds(size, rule, by) for by in (_LOOK_AHEAD, None))
         return plain > LEAST_GAIN * ahead

@@ -46,7 +46,7 @@ class DemandCache:
         eviction: Eviction,
         ranking: Eviction | None = None,
     ) -> None:
-        """Start empty. With a `ranking`, its scores decide evictions; `eviction` still learns."""
+        """Start empty; with a `ranking`, that policy's scores decide, while `eviction` learns."""
         self._num_experts = geometry.num_experts
         self._residency = Residency(geometry, set_sizes, 0)
         self._admission = Admission(self._residency, ranking or eviction)

@@ -47,10 +47,11 @@ COMPARE_EVERY = 31
 class Tally:
     """The totals of a replay.
 
-    Three lists have the relative excess over an optimum for each compared layer. `over_optimal`:
-    the policy's answer under equations 3 to 9 over their optimum; `executed_over_optimal`: the
-    executed plan over that optimum; `overlapped_over_optimal`: the executed plan over the optimum
-    with overlapped copies, both by `pipeline_seconds`.
+    Three lists have, for each compared layer, by what share a time exceeds an optimum. In
+    `over_optimal` the time is that of the policy's answer under equations 3 to 9, in
+    `executed_over_optimal` that of the executed plan; both are compared with the optimum of these
+    equations. In `overlapped_over_optimal` the executed plan is compared with the optimum for
+    overlapped copies, and both times are `pipeline_seconds`.
     """
 
     tokens: int = 0
@@ -298,7 +299,7 @@ class _Replay:
 
 
 def _by_equations(settings: PlannerSettings, graph_tokens: int) -> Assignment:
-    """Return the settings' assignment rule; `balanced` solves equations 3 to 9, without overlap."""
+    """Return the settings' assignment; `balanced` is set to equations 3 to 9, without overlap."""
     name = settings.rule(graph_tokens=graph_tokens)
     options = {} if graph_tokens else dict(settings.assignment_options)
     if name == "balanced":

@@ -63,7 +63,7 @@ class Conditions:
         return step_path(self.profile, self.host_path, why)
 
     def costs(self, trace: RoutingTrace, settings: PlannerSettings) -> ShapeCosts:
-        """Return the costs of `plain_costs` with the host costs of the path of decode steps."""
+        """Return `plain_costs` with the host costs of the path of decode steps added."""
         return self.profile.charged(self.plain_costs(trace), self.path(settings).host_path)
 
     def settled(self, trace: RoutingTrace, settings: PlannerSettings) -> PlannerSettings:
@@ -81,7 +81,7 @@ class Conditions:
         return settled(settings, self.profile, costs, geometry, num_slots, memory=memory)
 
     def plain_costs(self, trace: RoutingTrace) -> ShapeCosts:
-        """Return the costs of the requested shape, else of the trace's model; no host costs."""
+        """Return the costs of the requested shape or of the trace's model, without host costs."""
         if self.shape is not None:
             return self.profile.shape(self.shape)
         return shape_for(self.profile, trace.meta.model, trace.meta.geometry)

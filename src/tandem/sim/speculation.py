@@ -39,7 +39,8 @@ class SpeculationChoice:
     is_sure: bool
     """Whether the MTP layer reports the probability of each token, which then varies."""
     length: int | None
-    """Drafted tokens that each step verifies, if that many exist; None: chosen by cost."""
+    """Drafted tokens of each sequence that a step verifies, if that many exist; None: chosen by
+    cost."""
 
     @classmethod
     def parsed(cls, drafter: str, length: str) -> "SpeculationChoice":
@@ -151,7 +152,10 @@ class TraceSpeculation:
         }
 
     def _elsewhere(self, token: int) -> int:
-        """Return the index of the token in the trace whose routing a rejected token gets."""
+        """Return an index in the trace, whose routing a rejected token gets.
+
+        It is the index of an equal token if the trace has one, else a random index.
+        """
         return self._places.get(token, self._chance.randrange(len(self._ids)))
 
 

@@ -54,7 +54,7 @@ def hottest(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None)
 
 @SIMULATED_STARTS.register("first-layers")
 def first_layers(geometry: Geometry, set_sizes: list[int], heat: RoutingTrace | None) -> list[int]:
-    """Return the keys of as many whole layers as fit, first to last.
+    """Return the keys of all experts of the first layers, as many whole layers as fit.
 
     This is how llama.cpp and KTransformers place experts. All layers must share one set.
     """

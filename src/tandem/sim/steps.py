@@ -29,7 +29,8 @@ class Decoding(Protocol):
     def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
         """Return the tokens of the next step, and by how many tokens each sequence advances.
 
-        Tokens are indices into the trace. `running` has each sequence's next token, and its end.
+        Tokens are indices into the trace. `running` has, for each sequence, the indices of its next
+        token and of its end.
         """
 
     def done(self) -> None:
@@ -40,7 +41,7 @@ class OneEach:
     """Decodes one token of each sequence per step, without drafts."""
 
     def next(self, running: Sequence[tuple[int, int]]) -> tuple[Ints, list[int]]:
-        """Return each sequence's next token, and an advance of 1 for each."""
+        """Return the next token of each sequence, and 1 as each sequence's advance."""
         return np.array([at for at, _ in running]), [1] * len(running)
 
     def done(self) -> None:

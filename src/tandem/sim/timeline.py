@@ -122,7 +122,7 @@ class Timeline:
         return sorted(absent, key=lambda expert: -tokens[expert])
 
     def _read(self, layer: int, expert: int) -> float:
-        """Return when an expert will be in memory, 0 if it is; queue its read if necessary."""
+        """Return when an expert will be in memory, 0 if it already is; queue its read if needed."""
         memory, key = self._memory, (layer, expert)
         if memory is None or memory.has(layer, expert):
             return 0.0
@@ -191,8 +191,8 @@ class Timeline:
     def _copy(self, copy: Copy, slot_free: float, cpu_end: float) -> float:
         """Queue a copy behind the link's earlier copies; return when it ends.
 
-        It begins once the slot is free, and takes longer if it begins before `cpu_end`, while the
-        CPU works.
+        The copy begins once the slot is free, and takes longer if it begins before `cpu_end`, while
+        the CPU works.
         """
         arrived = self._read(copy.layer, copy.expert)
         start = max(self._link_free, self.now, slot_free, arrived)

@@ -58,7 +58,7 @@ def typical_routing(
 
 
 def with_guesses(trace: RoutingTrace) -> RoutingTrace:
-    """Return the trace with hints for every layer, wrong as often as hints of real routers."""
+    """Return the trace with drawn hints for every layer, wrong as often as real hints."""
     random, experts = np.random.default_rng(SEED), trace.experts
     is_wrong = random.random(experts.shape) < 1 / ONE_WRONG_IN
     others = random.integers(0, trace.meta.n_experts, experts.shape)

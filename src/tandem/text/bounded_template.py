@@ -35,7 +35,7 @@ class _End(BaseException):
 
 
 def rendered(tokenizer: Tokenizer, messages: object, /, **options: object) -> str:
-    """Return a conversation as written by a tokenizer's or processor's template.
+    """Return a conversation formatted by the chat template of a tokenizer or processor.
 
     Raises the template's own exceptions, or `TemplateEndedError`.
     """
@@ -44,7 +44,10 @@ def rendered(tokenizer: Tokenizer, messages: object, /, **options: object) -> st
 
 
 def bounded(render: Callable[[], T]) -> T:
-    """Return the result of `render`; raises its exceptions, or `TemplateEndedError`."""
+    """Run `render` in a thread and return its result.
+
+    Raises the exceptions of `render`, or `TemplateEndedError` if it takes too much time or memory.
+    """
     found: list[T] = []
     problem: list[BaseException] = []
 
@@ -74,7 +77,7 @@ def bounded(render: Callable[[], T]) -> T:
 
 
 def _takes_too_much(thread: threading.Thread, bytes_before: int) -> bool:
-    """Tell whether a thread has used up its time, or the process its memory."""
+    """Tell whether a thread exceeds `CPU_SECONDS`, or the process has grown over `MOST_BYTES`."""
     with contextlib.suppress(OSError):  # the thread has ended meanwhile
         if thread.ident is not None and thread.is_alive():
             seconds = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))

@@ -18,7 +18,7 @@ _PROBE = (
 
 
 def load_gguf_tokenizer(file: Path) -> Tokenizer:
-    """Return the tokenizer of a file; raises the exceptions of Transformers and tokenizers.
+    """Return a GGUF file's tokenizer; raises the exceptions of Transformers and tokenizers.
 
     The generic class uses the file's tokenizer unchanged; a model's own class would rebuild the
     pre-tokenizer from a copy. Transformers would prefer a tokenizer.json beside the file, even that
@@ -36,7 +36,7 @@ def load_gguf_tokenizer(file: Path) -> Tokenizer:
 
 
 def save_gguf_tokenizer(file: Path, directory: Path) -> None:
-    """Write a file's tokenizer into the directory of a packed copy, if the file has one.
+    """Write a GGUF file's tokenizer, if it has one, into the directory of a packed copy.
 
     Raises `ModelError` if the tokenizer does not load, or if Transformers would load a different
     tokenizer from the written files.

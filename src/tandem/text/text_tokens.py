@@ -17,10 +17,10 @@ _PANICS = "pyo3_runtime"
 
 
 class TextTooLongError(ConfigError):
-    """A text has more tokens than a context."""
+    """A text has more tokens than the model's context holds."""
 
     def __init__(self, num_tokens: int | str, most_tokens: int) -> None:
-        """State the text's number of tokens, or "at least" some number."""
+        """Make the message; `num_tokens` is a number, or words such as "at least 5000"."""
         super().__init__(
             # Clients recognize a full context by these words of OpenAI's and Anthropic's messages.
             f"the prompt is too long: this model's maximum context length is {most_tokens} tokens "
@@ -29,7 +29,10 @@ class TextTooLongError(ConfigError):
 
 
 def require_room(tokenizer: Tokenizer, num_characters: int, most_tokens: int | None) -> None:
-    """Raise `TextTooLongError` for a text that has too many tokens however it is tokenized."""
+    """Raise `TextTooLongError` if a text's length alone shows more than `most_tokens` tokens.
+
+    No token is longer than the vocabulary's longest. If `most_tokens` is None, there is no limit.
+    """
     if most_tokens is None or num_characters <= _SHORT_CHARACTERS:
         return
     longest = _longest_token(tokenizer)
@@ -45,7 +48,11 @@ def _longest_token(tokenizer: Tokenizer) -> int:
 def token_ids(
     tokenizer: Tokenizer, text: str, *, has_special: bool, most_tokens: int | None
 ) -> list[int]:
-    """Return a text's token ids; `ConfigError` if they certainly exceed `most_tokens`."""
+    """Return a text's token ids; `has_special` adds the tokenizer's special tokens.
+
+    Raises `ConfigError` if the tokenizer panics, and `TextTooLongError` as `require_room` does: not
+    for every text with more than `most_tokens` tokens.
+    """
     require_room(tokenizer, len(text), most_tokens)
     with reported_panics():
         # A text that is slightly too long is refused later, with a better message than the
@@ -56,7 +63,7 @@ def token_ids(
 
 @contextlib.contextmanager
 def reported_panics() -> Iterator[None]:
-    """Raise `ConfigError` in place of a panic of the tokenizer."""
+    """Turn a panic of the tokenizer inside the context into `ConfigError`."""
     try:
         yield
     except BaseException as error:

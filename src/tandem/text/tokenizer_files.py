@@ -42,7 +42,10 @@ def require_possible_tokenizer(directory: Path) -> None:
 
 
 def _require_config(file: Path, config: JsonObject) -> None:
-    """Check the values of a tokenizer_config.json that Tandem and Transformers use unchecked."""
+    """Raise `ModelError` if a value in tokenizer_config.json has an unexpected type.
+
+    Only keys are checked that Tandem and Transformers read without a check of their own.
+    """
     for key, kinds, expected in (
         ("tokenizer_class", (str, type(None)), "a name"),
         ("chat_template", (str, list, dict, type(None)), "a text or several"),
@@ -102,7 +105,10 @@ def _growth(step: JsonObject) -> float:
 
 
 def _longest_replacement(charsmap: str) -> int:
-    """Return the bytes of the longest text in SentencePiece's table: a trie, then texts."""
+    """Return the length in bytes of the longest text in SentencePiece's character table.
+
+    `charsmap` is the table in base64: a trie, then the texts. Returns 1 if it is not base64.
+    """
     try:
         table = base64.b64decode(charsmap)
     except (binascii.Error, ValueError):
@@ -112,7 +118,7 @@ def _longest_replacement(charsmap: str) -> int:
 
 
 def _require_template(file: Path, step: JsonObject) -> None:
-    """Raise `ModelError` for a template that inserts more than two texts, or very many tokens."""
+    """Raise `ModelError` for a template of more than two texts or `_MOST_ADDED` added tokens."""
     tokens = step.get("special_tokens")
     lengths = {
         name: len(ids)

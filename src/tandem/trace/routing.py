@@ -41,7 +41,7 @@ class TraceMeta:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoutingTrace:
-    """The validated routing of whole sequences."""
+    """The routers' choices for all tokens of whole sequences; only `check` validates them."""
 
     meta: TraceMeta
     experts: Array  # (tokens, moe_layers, top_k), unsigned
@@ -61,7 +61,7 @@ class RoutingTrace:
         return len(self.seq_offsets) - 1
 
     def sequences(self, first: int, last: int) -> "RoutingTrace":
-        """Return the sequences first .. last - 1 as a trace; arrays are views."""
+        """Return the sequences first .. last - 1 as a trace; its arrays of tokens are views."""
         start, end = int(self.seq_offsets[first]), int(self.seq_offsets[last])
 
         def part_of(array: Array | None) -> Array | None:

@@ -124,7 +124,7 @@ def _parse_meta(array: Array, where: str) -> TraceMeta:
 
 
 def _parse_layers(meta: dict[str, Any], where: str) -> tuple[int, ...]:
-    """Return the layers that are routed by token id."""
+    """Return the layers that `meta` lists as routed by token id; raises `FileFormatError`."""
     layers, count = meta.get("by_token", []), meta["n_moe_layers"]
     is_list = isinstance(layers, list) and all(type(layer) is int for layer in layers)
     if not is_list or layers != sorted({*layers} & {*range(count)}):

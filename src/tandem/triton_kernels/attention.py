@@ -42,7 +42,7 @@ def _store_line(
     width: constexpr,
     kind: constexpr,
 ) -> None:
-    """Write `dim` values to a line, in int8 over the largest magnitude, rounded as on the CPU."""
+    """Write a line of `dim` values and, in int8, its scale; int8 rounds as on the CPU."""
     place = tl.arange(0, width)
     values = tl.load(source + place, mask=place < dim, other=0.0).to(tl.float32)
     pointer = _pointer(address, kind) + line * dim + place
@@ -90,7 +90,7 @@ def store_token(
 
 @triton.jit
 def _queries(lines: tensor, is_line: tensor, key_dim: constexpr, block_dim: constexpr) -> tensor:
-    """Return the queries at some pointers, as a tuple of pieces (lines, block_dim)."""
+    """Return the queries at the pointers `lines`, as a tuple of pieces (lines, block_dim)."""
     found = ()
     for piece in tl.static_range((key_dim + block_dim - 1) // block_dim):
         dim = piece * block_dim + tl.arange(0, block_dim)
@@ -110,7 +110,7 @@ def _scores(
     block_heads: constexpr,
     block_keys: constexpr,
 ) -> tensor:
-    """Return the products of queries with some lines' keys: (block_heads, block_keys) fp32."""
+    """Return the products of queries with the lines' keys: (block_heads, block_keys) fp32."""
     total = tl.full((block_heads, block_keys), 0.0, dtype=tl.float32)
     for piece in tl.static_range((key_dim + block_dim - 1) // block_dim):
         dim = piece * block_dim + tl.arange(0, block_dim)
@@ -125,7 +125,7 @@ def _scores(
 def _line_scales(
     where: tensor, line: tensor, is_seen: tensor, factor: constexpr, kind: constexpr
 ) -> tensor:
-    """Return each line's factor: `factor`, in int8 times the line's scale; 0 if it is not seen."""
+    """Return `factor` for each line, in int8 times the line's scale; 0 for unseen lines."""
     if kind == "int8":
         pointer = tl.load(where).to(tl.pointer_type(tl.float32)) + line
         scale = tl.load(pointer, mask=is_seen, other=0.0) * factor
@@ -143,11 +143,11 @@ def _bounds(
     num_parts: constexpr,
     block_keys: constexpr,
 ) -> tensor:
-    """Return (begin, end, first, skipped) for this program's part of the positions a token sees.
+    """Return (begin, end, first, skipped): this program's part of the positions a token sees.
 
-    The part is the numbers from `begin` to before `end`, and `first` is the window's first
-    position. From there on numbers are positions. Prompt positions before the window get numbers
-    that end just before `first`; each is its position plus `skipped`.
+    These positions are numbered without gaps, and the part is the numbers from `begin` to before
+    `end`. In the window, which begins at position `first`, a number is the position itself. Prompt
+    positions before the window have the numbers just before `first`: position + `skipped`.
     """
     length = (position + 1).to(tl.int32)
     first = tl.maximum(length - window, 0) if window > 0 else 0
@@ -169,7 +169,7 @@ def _bias(
     bias_dim: constexpr,
     extent: constexpr,
 ) -> tensor:
-    """Return what a distance bias adds to scores: (heads, distances) fp32.
+    """Return the distance bias of scores: (heads, distances) fp32.
 
     `states` are pointers to the heads' states; `profiles` are as in `attend_parts`.
     """
@@ -216,7 +216,7 @@ def attend_parts(
     dimensions, and the programs of one group of heads are neighbours. Writes parts (tokens, heads,
     num_parts, value_dim), and in sums (tokens, heads, num_parts, 2) the largest score and the sum
     of exponentials relative to it. `line_dim` is the distance between lines of values. With
-    `prompt_lengths` (n_tokens,), each token sees that many first positions besides its window. With
+    `prompt_lengths` (n_tokens,), each token also sees all positions before its prompt length. With
     `states` (heads, n_tokens, bias_dim), a weighted sum of `profiles` (bias_dim, extent) at each
     key's distance is added to the scores.
     """

@@ -117,7 +117,7 @@ def run_chain(
 ) -> None:
     """Write the last step's values to out (rows, cols). A program computes a block of them.
 
-    The strides of each source are of its rows and columns.
+    `strides_a` to `strides_d` are each source's row and column strides.
     """
     at = tl.program_id(0) * block + tl.arange(0, block)
     mask, row, col = at < num_values, (at // num_cols).to(tl.int64), at % num_cols
@@ -139,7 +139,7 @@ def run_chain(
 def strides_in(x: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
     """Return the row and column strides of a tensor when broadcast to a shape.
 
-    None: its rows are not evenly spaced.
+    None if the rows are not evenly spaced.
     """
     lines = x.expand(shape)
     dims = [(n, s) for n, s in zip(shape[:-1], lines.stride()[:-1], strict=True) if n > 1]
@@ -152,7 +152,10 @@ def strides_in(x: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
 def chain(
     sources: Sequence[Tensor], steps: Chain, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Return the last step's values in `shape`; `strides_in` must not be None for any source."""
+    """Return the last step's values in `shape`.
+
+    `strides_in` must not be None for any source.
+    """
     result: Tensor = _chain(list(sources), *map(list, steps), list(shape), dtype)
     return result
 

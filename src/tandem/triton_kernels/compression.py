@@ -1,4 +1,4 @@
-"""Compressed windows of tokens: stores a step's tokens, and computes keys at the ends of windows.
+"""Compressed keys on a GPU: stores a step's tokens, and computes keys where windows end.
 
 See `tandem.kernels.device_compression`. A window's tokens that belong to the present step are read
 from the step's inputs, because other programs write them to the ring at the same time.
@@ -35,8 +35,9 @@ def _window_key(
 ) -> tensor:  # fmt: skip
     """Return some columns of the compressed key of the window that `token` ends.
 
-    It is the sum of the window's values, weighted by the softmax of their gates plus bias. With two
-    series, the previous window's tokens use the first series, and this window's tokens the second.
+    The key is the sum of the window's values, weighted by the softmax of their gates plus bias.
+    With two series, the previous window's tokens use the first series, and this window's tokens the
+    second.
     """
     span: constexpr = num_series * ratio
     width: constexpr = num_series * dim

@@ -135,7 +135,7 @@ class DecodeAttention:
         bias: DistanceBias | None = None,
         is_prompt: bool = False,
     ) -> Tensor:
-        """Append tokens to their slots and attend; see `store` and `attend`."""
+        """Append tokens to their slots, and return results; see `store` and `attend`."""
         result: Tensor = _append_and_attend(
             where, slots, positions, query, key, value, sinks, kind, form.value_dim, form.scale,
             form.softcap, form.window, self._num_processors, self._has_small_tiles,
@@ -159,9 +159,9 @@ class DecodeAttention:
         ring: int,
         ratio: int,
     ) -> Tensor:
-        """Append tokens to their slots' rings and attend; see `triton_kernels.windows`.
+        """Append tokens to their slots' rings, and return results in the form of `attend`.
 
-        Returns results as `attend` does. Tensors are those of `store` and `attend`, but keys are
+        See `triton_kernels.windows`. Tensors are those of `store` and `attend`, but keys are
         also values. `compressed` (1, n_tokens, dim) has a compressed key for each token that ends a
         window of `ratio` tokens. `chosen` (n_tokens, most) has the numbers of the compressed keys
         that each token sees beside its window, padded with -1; None: each token sees all compressed
@@ -208,7 +208,7 @@ class DecodeAttention:
         most: int,
         first: int,
     ) -> Tensor:
-        """Return a mask (n_tokens, keys) of the keys that a prompt's tokens see.
+        """Return a mask (n_tokens, keys), true for the best keys, at most `most`, of each token.
 
         See `triton_kernels.index_keys`.
         """
@@ -220,7 +220,7 @@ class DecodeAttention:
         """Append tokens to their slots; key and value are (KV heads, n_tokens, dim).
 
         `where` is as in `triton_kernels.attention`, `slots` and `positions` are (n_tokens,) int64.
-        If `value` has 0 dimensions, only keys are stored, which contain the values.
+        If the dim of `value` is 0, only keys are stored, which contain the values.
         """
         num_heads, num_tokens, key_dim = key.shape
         key, value = _dense_lines(key), _dense_lines(value)
@@ -295,7 +295,7 @@ def _sizes(form: AttentionForm, kind: str, *, has_values: bool) -> dict[str, Any
 
 
 def _rows_of_prompt(group: int, value_width: int, most: int) -> tuple[int, int]:
-    """Return (heads, tokens): how many of each a program's rows combine, both powers of two.
+    """Return the numbers of heads and of tokens of a program, powers of two: a row for each pair.
 
     `group` is the number of heads that share a key; there are at most `most` rows.
     """
@@ -305,7 +305,7 @@ def _rows_of_prompt(group: int, value_width: int, most: int) -> tuple[int, int]:
 
 
 def _num_parts(num_processors: int, num_programs: int, most: int = _MOST_PARTS) -> int:
-    """Return how many parts to split keys into, so that there are enough programs.
+    """Return how many parts to split keys into, so that programs occupy all multiprocessors.
 
     The result is rounded up to a power of two; before that it is at most `most`.
     """

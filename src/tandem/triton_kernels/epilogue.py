@@ -68,5 +68,5 @@ def relu2(x: tensor) -> tensor:
 
 @triton.jit
 def load_bias(bias: tensor, block: tensor, offset: tensor, num_blocks: constexpr) -> tensor:
-    """Return the bias of each output, fp32."""
+    """Return the bias of each output, fp32; 0 in blocks from `num_blocks` on."""
     return tl.load(bias + block * 16 + offset, mask=block < num_blocks, other=0.0)

@@ -28,7 +28,7 @@ _COMBINE_COLS = 1024
 
 
 class Tiling(NamedTuple):
-    """The size of a program's tile. It affects speed, not results."""
+    """The size of a program's tile, which affects speed but not results."""
 
     block_outputs: int
     block_cols: int  # columns of weights in registers at a time
@@ -52,7 +52,7 @@ class Tilings(NamedTuple):
     ordinary_large: Tiling = Tiling(64, 16, 8)
 
     def vector_constants(self, packed: Packed, num_tokens: int) -> dict[str, Any]:
-        """Return the vector kernels' compile-time constants, except those of the matrix."""
+        """Return the vector kernels' compile-time constants, without those of the packed matrix."""
         tiling = self.vector if num_tokens <= 2 else self.vector_many
         return {
             "num_tokens": num_tokens,
@@ -64,7 +64,7 @@ class Tilings(NamedTuple):
     def matrix_constants(
         self, packed: Packed, block_rows: int, dtype: torch.dtype, *, has_matrix_units: bool
     ) -> dict[str, Any]:
-        """Return the matrix kernels' compile-time constants, except those of the matrix."""
+        """Return the matrix kernels' compile-time constants, without those of the packed matrix."""
         is_fp32 = dtype == torch.float32  # the matrix units would round fp32
         on_matrix_units = has_matrix_units and not is_fp32
         tiling = self._of_matrix(block_rows, on_matrix_units=on_matrix_units)
@@ -215,9 +215,10 @@ def _down(layout: ExpertLayout) -> tuple[Packed, Extent]:
 def table_on(values: tuple[float, ...], lines_of: int, device: torch.device) -> Tensor | None:
     """Return a format's table of codes on a device; None for a format without a table.
 
-    The table is fp16: all its numbers are exact in it, and reads are not staged in shared memory.
-    Its 16 numbers are followed by the lines of the grid of format `lines_of`, as int32: four-bit
-    codes in the dword order of `iq4_xs`, for eight columns or for the first four.
+    The table begins with 16 numbers in fp16, which is exact for all of them and keeps reads from
+    being staged in shared memory. Unless `lines_of` is -1, the grid lines of the format with this
+    number follow as int32: four-bit codes in the dword order of `iq4_xs`, for eight columns or for
+    the first four.
     """
     if not values:
         return None

@@ -84,8 +84,8 @@ def wait_for_host(
 ) -> tensor:
     """Wait until the host has answered the layer of this number; return whether it has.
 
-    Only the first program reads host memory; it sets the word `turn` for the other programs. Reads
-    of all waiting programs would share the link with copies.
+    Only the first program reads host memory, and sets the word `turn` for the other programs. If
+    all programs read host memory, their reads would delay copies on the link.
     """
     state = tl.load(turn, volatile=True)
     if tl.program_id(0) + tl.program_id(1) == 0:
@@ -250,10 +250,10 @@ def take_fetched(
 ) -> None:
     """Read the addresses of missed experts that the host has copied to the GPU.
 
-    It must run after the hits' kernels, which read `addresses` as well. There is one program.
+    Must run after the hits' kernels, which read `addresses` as well. There is one program.
     `fetched` is in the layer's mailbox. The second launch of the vector kernels reads
     `new_addresses` (n_tokens * top_k,) int64, 0 where the host has computed the row. These
-    addresses are also added to `addresses`, for `combine`. A layer without misses does not wait.
+    addresses are also written to `addresses`, for `combine`. A layer without misses does not wait.
     `most` and `number` are as in `combine`.
     """
     place = tl.arange(0, choice_width)

@@ -62,8 +62,8 @@ def _mixture(
 ) -> tensor:
     """Return a doubly stochastic matrix (size, size) from logits in concatenated rows.
 
-    Rows and columns are normalised `num_rounds` times. Where `is_there` is false, it has the rows
-    and columns of the identity.
+    Rows and columns are normalised `num_rounds` times. Where `is_there` is false, the result has
+    the numbers of the identity.
     """
     rows, is_there = tl.reshape(rows, (size, size)), tl.reshape(is_there, (size, size))
     rest = tl.where(tl.arange(0, size)[:, None] == tl.arange(0, size)[None, :], 1.0, 0.0)

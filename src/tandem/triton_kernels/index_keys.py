@@ -115,7 +115,7 @@ def score_prompt_keys(
 
 @triton.jit
 def _codes(scores: tensor, number: tensor, num_whole: tensor) -> tensor:
-    """Return the codes of the scores `number`: 32-bit integers (in int64) with the same order.
+    """Return codes of the scores at `number`: 32-bit integers (in int64) that sort like the scores.
 
     NaN counts as infinite. The code is 0 for numbers from `num_whole` on.
     """
@@ -131,7 +131,7 @@ def _codes(scores: tensor, number: tensor, num_whole: tensor) -> tensor:
 def _threshold(scores: tensor, num_whole: tensor, most: tensor, block_scores: constexpr) -> tensor:
     """Return the code of the least selected score, and how many scores with this code are selected.
 
-    The code is found eight bits at a time, from the highest, by counting digits.
+    The code is found eight bits at a time, from the highest, by counting each digit's scores.
     """
     digits = tl.arange(0, _DIGITS)
     code = (num_whole - num_whole).to(tl.int64)  # the bits found so far

@@ -65,7 +65,7 @@ def _outputs_of_few_rows(
     num_tokens: constexpr,
     block_chunks: constexpr,
 ) -> None:
-    """Compute some outputs as `few_rows` does; `layer` is a tuple of its arguments for a layer."""
+    """Write the given outputs like `few_rows`; `layer` is a tuple of the layer's own arguments."""
     out, address, num_outputs, num_blocks, num_biased, scales_offset, bias_offset = layer
     block, offset = outputs // 16, outputs % 16
     data = section(address, 0, tl.int32)

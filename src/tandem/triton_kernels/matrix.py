@@ -34,7 +34,7 @@ def _weights(
     block_outputs: constexpr,
     block_chunks: constexpr,
 ) -> tensor:
-    """Return the weights of some outputs and chunks, (columns, outputs) fp32."""
+    """Return the decoded weights of the given outputs and chunks, (columns, outputs) fp32."""
     place = tl.arange(0, packed.per_chunk)[None, :, None]
     low, high = load_words(data, block, offset, chunk, num_blocks, num_chunks, table, packed)
     values = biased_values(low[:, None, :], high[:, None, :], place, table, packed)
@@ -70,7 +70,7 @@ def tile_products(
     block_chunks: constexpr,
     precision: constexpr,
 ) -> tensor:
-    """Return the products of x[row] with outputs' weights, (block_rows, block_outputs) fp32."""
+    """Return the products of x[row] with the outputs' weights, (block_rows, block_outputs) fp32."""
     block, offset = outputs // 16, outputs % 16
     per_chunk: constexpr = packed.per_chunk
     total = tl.full((block_rows, block_outputs), 0.0, dtype=tl.float32)

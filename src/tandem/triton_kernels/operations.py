@@ -1,6 +1,6 @@
 """The kernels of `small` as torch operations, so that recordings and captures see them.
 
-Each is one launch, does no costly checks, and returns new contiguous tensors.
+Each is one launch, does no costly checks, and returns new tensors.
 """
 
 import torch
@@ -46,10 +46,10 @@ def add_and_norm(
 
 @torch.library.custom_op("tandem::rotate", mutates_args=())
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Return the rotary embedding of x (rows, ., ., dim), whose dimension `heads` has the heads.
+    """Return the rotary embedding of x (rows, ., ., dim), whose heads are in dimension `heads`.
 
-    The other middle dimension has size 1; or it has the rows, as in a prompt's (1, heads, n_tokens,
-    dim). cos and sin have rows * dim elements.
+    `heads` is 1 or 2. The other middle dimension must have size 1, unless it has the rows, as in a
+    prompt's (1, heads, n_tokens, dim). cos and sin have rows * dim elements.
     """
     out = _room_for_rotated(x, heads)
     _rotate((x, x), cos, sin, (out, out), heads, num_others=0)
@@ -94,10 +94,9 @@ def _rotate(
 
 @torch.library.custom_op("tandem::rotate_pairs", mutates_args=())
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Return x (rows, ., ., dim) with the last pairs of each head rotated.
+    """Return x (rows, ., ., dim) with the last `pairs` pairs of adjacent values per head rotated.
 
-    The dimension `heads` of x has the heads. Pairs are adjacent values; cos and sin are (rows,
-    tokens, pairs).
+    The heads are in dimension `heads` of x, 1 or 2. cos and sin are (rows, tokens, pairs).
     """
     x, cos, sin = x if x.stride(3) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
     out, tokens = torch.empty(x.shape, dtype=x.dtype, device=x.device), 3 - heads

@@ -15,7 +15,7 @@ from tandem.kernels.formats.weight_format import ROWS_PER_BLOCK, Encoding, Weigh
 class Packed:
     """How a format stores and encodes the numbers of packed matrices of any shape.
 
-    Columns are read in chunks, as many as share a dword of the codes' lowest plane.
+    Columns are read in chunks: a chunk's columns share a dword of the codes' lowest plane.
     """
 
     per_chunk: int

@@ -16,7 +16,7 @@ _CHANGING = ("query_stride", "query_head_stride", "num_tokens")
 
 @triton.jit
 def _first_seen(position: tensor, window: constexpr, chunk: constexpr) -> tensor:
-    """Return the first position that a token at each position sees."""
+    """Return the first position that each token sees; `position` has the tokens' own positions."""
     first = tl.maximum(position + 1 - window, 0) if window > 0 else tl.minimum(position, 0)
     if chunk > 0:
         first = tl.maximum(first, position // chunk * chunk)
@@ -25,7 +25,7 @@ def _first_seen(position: tensor, window: constexpr, chunk: constexpr) -> tensor
 
 @triton.jit
 def _is_seen(place: tensor, is_line: tensor, position: tensor, first: tensor) -> tensor:
-    """Return which places are between each token's `first` and `position`: (rows, places)."""
+    """Return whether each row's token sees each place, `first` to `position`: (rows, places)."""
     seen = (place[None, :] <= position[:, None]) & (place[None, :] >= first[:, None])
     return seen & is_line[None, :]
 

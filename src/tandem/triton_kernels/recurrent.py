@@ -18,7 +18,8 @@ _RUN_FIELDS = constexpr(6)
 def _run(runs: tensor, number: tensor) -> tensor:
     """Return the fields of run `number`, in the order of `device_states.Run`.
 
-    They are: slot, first token, number of tokens, of certain tokens, of repeated tokens, log half.
+    The fields are the slot, the first token, the numbers of tokens, of certain tokens and of tokens
+    to repeat, and the half of the log.
     """
     run = runs + number * _RUN_FIELDS
     return (
@@ -39,7 +40,7 @@ def _input(
     channels: constexpr,
     width: constexpr,
 ) -> tensor:
-    """Return some channels' inputs at token `at`, fp32; before the run, from the log or state."""
+    """Return some channels' inputs at token `at` of a run, fp32; if negative, from log or state."""
     value_vector = tl.load(x + at * token_stride, mask=mask & (at >= 0), other=0.0).to(tl.float32)
     before = at + num_again
     is_logged, is_kept = (at < 0) & (before >= 0), (num_again >= 0) & (before < 0)
@@ -140,7 +141,7 @@ def _moved_on(
     is_delta: constexpr,
     has_rate: constexpr,
 ) -> tensor:
-    """Return a part of a head's state after one more token, with this key and value."""
+    """Return a part of a head's state after one more token, whose key and value are given."""
     if decay_kind == "head":
         state = state * tl.exp(tl.load(decay))
     elif decay_kind == "key":

@@ -100,7 +100,7 @@ def _tiles(
     counts: np.ndarray[tuple[int], np.dtype[np.int32]],
     block_rows: int,
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], ...]:
-    """Cut every expert's rows into tiles; returns (expert, first row) of each."""
+    """Cut every expert's rows into tiles; return each tile's expert, and each tile's first row."""
     if block_rows == 0:
         return np.zeros(0, np.int32), np.zeros(0, np.int32)
     num_tiles = -(-counts // block_rows)

@@ -96,7 +96,8 @@ def _rotate(
 ) -> None:
     """Write a head's rotary embedding, x * cos + swapped x * sin, to `target`.
 
-    Each product and each sum is rounded to the dtype of `target`.
+    Swapped x is x with its halves exchanged and the new first half negated. Each product and each
+    sum is rounded to the dtype of `target`.
     """
     dtype: constexpr = target.dtype.element_ty
     low = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
@@ -130,8 +131,8 @@ def rotate_heads(
 ) -> None:
     """Write the rotary embeddings of x and `other`: (rows, heads, dim) each.
 
-    The tables `cos` and `sin` are (rows, dim). In the swapped x of `_rotate`, the halves have
-    changed places, and the first is negated. A program is (head of x or of `other`, row).
+    The tables `cos` and `sin` are (rows, dim). A program is (head of x or of `other`, row). See
+    `_rotate`.
     """
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     half: constexpr = dim // 2
@@ -158,7 +159,7 @@ def rotate_pairs(
 ) -> None:  # fmt: skip
     """Write each head with the last `num_pairs` of its `half` pairs of adjacent values rotated.
 
-    The tables are (rows, tokens, num_pairs). A program is (head, token, row).
+    The tables `cos` and `sin` are (rows, tokens, num_pairs). A program is (head, token, row).
     """
     head, token, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     place = tl.arange(0, width)

@@ -112,7 +112,7 @@ def sorted_by_expert(index: Tensor, addresses: Tensor) -> tuple[GroupedRows, Ten
 
     `index` (n_tokens, top_k) int64 and `addresses` (num_experts,) are on the device. Numbers in
     `index` that are not experts' are padding; the returned rows (n_tokens, top_k) are -1 there.
-    There are as many tiles as may be needed; surplus tiles have no rows.
+    The number of tiles suffices for any choice; surplus tiles have no rows.
     """
     num_rows, num_experts, index = index.numel(), len(addresses), index.contiguous()
     size = block_rows(num_rows, num_rows / num_experts)

@@ -21,10 +21,10 @@ def load_words(
     table: tensor,
     packed: constexpr,
 ) -> tensor:
-    """Return the dwords of each chunk's codes, (chunks, outputs) int32; zeros outside the matrix.
+    """Return two dwords of each chunk's codes, (chunks, outputs) int32; zeros outside the matrix.
 
-    The first result has the codes' low bits. The second has the higher bits, shifted so that the
-    chunk's own bits are the lowest of each byte.
+    The first has the codes' low bits. The second has the higher bits, shifted so that the chunk's
+    own bits are the lowest of each byte.
     """
     is_inside = (block < num_blocks)[None, :] & (chunk < num_chunks)[:, None]
     dwords = num_chunks * packed.bits // packed.low_bits
@@ -246,7 +246,7 @@ def _number(byte: tensor, packed: constexpr) -> tensor:
 def biased_values(
     low: tensor, high: tensor, place: tensor, table: tensor, packed: constexpr
 ) -> tensor:
-    """Return column `place` of each chunk as fp32 values that must still be scaled and shifted.
+    """Return column `place` of each chunk, fp32, before `Packed.factor` and `Packed.offset`.
 
     `place` is a number, or a tensor that broadcasts with the dwords.
     """

@@ -27,7 +27,7 @@ def variants(
     top_k: int,
     device: torch.device,
 ) -> list[Callable[[], None]]:
-    """Return functions that together launch, on the current stream, every kernel of a layout."""
+    """Return functions that together launch every kernel of a layout on the current stream."""
 
     def compute(num_tokens: int) -> None:
         """Compute `num_tokens` tokens with one expert whose weights are zeros."""

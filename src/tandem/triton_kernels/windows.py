@@ -78,7 +78,7 @@ def _places(
     key: tensor, end: tensor, position: tensor, in_window: tensor, chosen: tensor, ring: constexpr,
     ratio: constexpr, has_chosen: constexpr,
 ) -> tensor:  # fmt: skip
-    """Return the places in a slot of the keys with the numbers `key`; -1: there is no such key."""
+    """Return the places in a slot of the keys numbered `key`; -1 where a number has no key."""
     place = (position + 1 - in_window + key) % ring
     if ratio > 0:
         number = key - in_window
@@ -101,8 +101,8 @@ def attend_window_parts(
     """Attend to a part of the keys. A program is (some heads, part, token).
 
     A token sees its window and all compressed keys before it; with `has_chosen`, of these only the
-    keys in `chosen` (tokens, num_chosen), padded with -1. Results are written in the form of those
-    of `attend_parts`.
+    keys in `chosen` (tokens, num_chosen), padded with -1. Writes `parts` and `sums` in the form of
+    `attend_parts`.
     """
     token = tl.program_id(2).to(tl.int64)
     head = tl.program_id(0) * block_heads + tl.arange(0, block_heads)

@@ -86,7 +86,7 @@ def _system(system: str | list[TextBlock] | None) -> list[Message]:
 
 
 def _turn(message: InputMessage) -> Iterator[Message]:
-    """Yield a message as chat messages: first one for each tool result, then one for the rest."""
+    """Yield a message as chat messages: one for each tool result, then one for all other blocks."""
     content = message.content
     if isinstance(content, str):
         yield Message.model_construct(role=message.role, content=content)
@@ -115,7 +115,7 @@ def _result(block: ToolResultBlock) -> str | list[TextPart | ImagePart]:
 
 
 def _content(blocks: Iterable[object]) -> str | list[TextPart | ImagePart]:
-    """Return the text of some blocks; a list of text and image parts if there are images."""
+    """Return the text of `blocks`; if there are images, a list of text and image parts."""
     parts: list[TextPart | ImagePart] = []
     for block in blocks:
         if isinstance(block, ImageBlock):
@@ -139,7 +139,10 @@ def _address(block: ImageBlock) -> str:
 
 
 def _text(block: object) -> str:
-    """Return the text of a text or document block; empty for all other blocks."""
+    """Return the text of a text or document block; empty for all other blocks.
+
+    Raises `ApiError` for a document that is not plain text.
+    """
     if isinstance(block, TextBlock):
         return block.text
     if isinstance(block, DocumentBlock):

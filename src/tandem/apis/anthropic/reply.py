@@ -1,6 +1,7 @@
 """An answer in the form of Anthropic's Messages API: one message, or the events of a stream.
 
-The stream begins with its first token: only then is it known how much of the prompt was computed.
+The stream begins at the first token, because its first event states how many of the prompt's tokens
+came from the KV cache.
 """
 
 from collections.abc import Mapping
@@ -23,10 +24,13 @@ _SIGNATURE = "unsigned"
 
 
 class MessageReply(Reply):
-    """One answer while it is generated."""
+    """One message of Anthropic's API while it is generated."""
 
     def __init__(self, request: GenerationRequest, model: str, *, has_cache_marks: bool) -> None:
-        """Begin the answer to a request."""
+        """Begin the answer to a request.
+
+        With `has_cache_marks`, computed prompt tokens count as `cache_creation_input_tokens`.
+        """
         self._answer = ComingAnswer(request)
         self._has_cache_marks = has_cache_marks
         self._id, self._model = new_id("msg", "_"), model
@@ -36,7 +40,7 @@ class MessageReply(Reply):
         self._has_begun = False
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
-        """Take one token; return the events that follow from it."""
+        """Add a token output to the message; return the resulting events."""
         parts = self._answer.take(token_output)
         start: Event = {"type": "message_start", "message": self._message()}
         events = [] if self._has_begun else [start]
@@ -81,7 +85,7 @@ class MessageReply(Reply):
         }
 
     def _usage(self) -> dict[str, object]:
-        """Return the usage; as in the API, tokens from the KV cache are not input tokens."""
+        """Return the usage; as in this API, tokens from the KV cache are not input tokens."""
         tally = self._answer.tally
         computed = tally.prompt_tokens - tally.reused_tokens
         marked = computed if self._has_cache_marks else 0
@@ -102,7 +106,7 @@ class MessageReply(Reply):
         return self._grow("text", part.content)
 
     def _grow(self, kind: str, text: str) -> list[Event]:
-        """Append text to the open block if it is of this `kind`, else to a new one."""
+        """Append text to the open block of type `kind`, else to a new block; return the events."""
         events: list[Event] = []
         if self._open != kind:
             block: dict[str, object] = {"type": kind, kind: ""}

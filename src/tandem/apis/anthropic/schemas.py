@@ -18,7 +18,7 @@ _UNSUPPORTED = {
 
 
 class CacheMarked(Body):
-    """A block or tool that may carry `cache_control`, a mark to keep the prompt up to its end."""
+    """A block or tool that `cache_control` may mark: the prompt up to here should be kept."""
 
     cache_control: _Json | None = None
 
@@ -167,7 +167,7 @@ class CountTokensRequest(RequestBody):
     @field_validator("tools", mode="before")
     @classmethod
     def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> object:
-        """Drop tools that only Anthropic's models know; they are never called."""
+        """Drop tools that only Anthropic's models know; on a strict server they are an error."""
         return tools_of_kind(("custom",), tools, info)
 
 

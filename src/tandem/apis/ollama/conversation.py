@@ -62,7 +62,7 @@ def raw_completion(body: OllamaGenerateRequest) -> CompletionRequest:
 
 
 def _with_shared_fields(chat: ChatRequest, body: OllamaRequest) -> ChatRequest:
-    """Set a chat's fields that all of Ollama's bodies share, and return the chat."""
+    """Copy the options that all of Ollama's bodies share from `body` to `chat`; return `chat`."""
     _take_options(chat, body.options or OllamaOptions.model_construct())
     chat.response_format = _format(body)
     chat.logprobs, chat.top_logprobs = body.logprobs, body.top_logprobs
@@ -93,7 +93,10 @@ def _format(body: OllamaRequest) -> ResponseFormat | None:
 
 
 def _turns(messages: list[OllamaMessage]) -> Iterator[Message]:
-    """Yield chat messages; tool calls without ids get ids, and results get their calls' ids."""
+    """Yield the messages as chat messages.
+
+    A tool call without an id gets one; a tool result without an id gets the id of its call.
+    """
     waiting: list[ToolCall] = []  # calls without a result
     num_calls = 0
     for message in messages:
@@ -116,9 +119,10 @@ def _turns(messages: list[OllamaMessage]) -> Iterator[Message]:
 
 
 def _taken(waiting: list[ToolCall], name: str | None) -> str | None:
-    """Remove the waiting call that a result belongs to, and return its id; None without a call.
+    """Remove the call that a tool result answers from `waiting`; return its id, or None.
 
-    That is the first call of the tool `name`, or the first of all calls if `name` is None.
+    The result answers the first call of the tool `name`; if `name` is None, the first call. The id
+    is None if there is no such call.
     """
     for call in waiting:
         if name in (None, call.function.name):

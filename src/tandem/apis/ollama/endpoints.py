@@ -67,6 +67,6 @@ def _loaded(body: OllamaRequest, model: str, *, is_chat: bool) -> dict[str, obje
 def _require_thinker(
     body: OllamaRequest, requests: GenerationRequests, info: ModelInfo, model: str
 ) -> None:
-    """Refuse `think` for a model that does not reason, as Ollama does; clients retry without it."""
+    """Raise `ApiError` for `think` if the model does not reason; clients retry without `think`."""
     if body.think and not requests.capabilities(info)["thinking"]["supported"]:
         raise ApiError(400, f'"{model}" does not support thinking', param="think")

@@ -1,4 +1,4 @@
-"""The server's one model in the form of Ollama's API: listed, running, shown."""
+"""Response bodies of Ollama's API that describe the served model: /api/tags, /api/ps, /api/show."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,8 @@ def listed(
 ) -> _Json:
     """Return the body of /api/tags: the one model under each of its names.
 
-    `memory` has the bytes used of `host` and `gpu` memory.
+    `memory` has the bytes used in `host` and `gpu` memory. `since` is the Unix time that the body
+    gives as the time of modification.
     """
     models = [_entry(name, info, memory) | {"modified_at": timestamp(since)} for name in names]
     return {"models": models}
@@ -31,7 +32,7 @@ def listed(
 def running(
     name: str, info: ModelInfo | None, memory: Mapping[str, int], context: int | None
 ) -> _Json:
-    """Return the body of /api/ps: the loaded model, or nothing before it is loaded."""
+    """Return the body of /api/ps: the loaded model, or an empty list before it is loaded."""
     if info is None:
         return {"models": []}
     entry = _entry(name, info, memory) | {

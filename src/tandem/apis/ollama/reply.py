@@ -17,7 +17,7 @@ _Piece = _Json
 
 
 def timestamp(seconds: float) -> str:
-    """Return a time in the format of Ollama's objects."""
+    """Return a Unix time in the format of Ollama's objects: ISO 8601 in UTC, with a Z."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -43,12 +43,12 @@ class OllamaReply(Reply):
         self._num_sent_logprobs = 0
 
     def arrive(self, surroundings: Surroundings) -> None:
-        """Attach the tokenizer's text function, and start the answer's clock."""
+        """Attach the function that returns a token's text, and note when the answer began."""
         self._text_of = surroundings.text_of
         self._began = self._clock()
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
-        """Take one token; return the lines that follow from it."""
+        """Add a token output to the answer; return the resulting lines."""
         self._latest = self._clock()
         self._first = self._first or self._latest
         if token_output.logprob is not None:
@@ -90,7 +90,7 @@ class OllamaReply(Reply):
         return [*pieces, {"content": "", kind: text}]
 
     def _closed(self) -> list[_Piece]:
-        """End the call that is arriving; return it as a whole, [] if there is none."""
+        """End the tool call that is arriving; return it as one piece, or [] without a call."""
         if self._open is None:
             return []
         name, arguments = self._open
@@ -129,7 +129,7 @@ class OllamaReply(Reply):
 
 
 def loaded(model: str, *, is_chat: bool, is_unloaded: bool) -> _Json:
-    """Return the response to a body without a prompt, which asks only to load or unload."""
+    """Return the response to a body without a prompt; clients send it to load or unload a model."""
     empty: _Json = {"message": {"role": "assistant", "content": ""}}
     return {
         "model": model,

@@ -1,8 +1,8 @@
 """The bodies of Ollama's API, as far as a model that writes text can follow them.
 
-Ollama loads a model for a request, and its clients always send the options of that load: context
-length, threads, how long the model stays. The model is already loaded here, so these options are
-accepted and ignored. Options that would change the answer are followed or refused.
+Ollama loads a model when a request needs it, and its clients always send options for loading:
+context length, threads, how long the model stays. The model is already loaded here, so these
+options are accepted and ignored. Options that would change the answer are followed or refused.
 """
 
 from typing import Annotated, Literal, Self
@@ -47,7 +47,7 @@ class OllamaOptions(Body):
     unsupported = _UNSUPPORTED_OPTIONS
 
     num_predict: int | None = Field(None, ge=-2, le=2**31)
-    """The most tokens of an answer; below 1: as many as the context has room for."""
+    """The most tokens of an answer; below 1: only the context limits it."""
     temperature: float | None = Field(None, ge=0, le=2)
     top_k: int | None = Field(None, ge=-1, le=2**31)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -85,7 +85,7 @@ class OllamaBody(RequestBody):
 
 
 class OllamaRequest(OllamaBody):
-    """The fields that both of Ollama's bodies asking for an answer share."""
+    """The fields that the bodies of /api/chat and /api/generate share."""
 
     options: OllamaOptions | None = None
     format: Literal["", "json"] | _Json | None = None

@@ -76,7 +76,10 @@ def as_chat(body: CountRequest, earlier: Sequence[Message], new: Sequence[Messag
 
 
 class _Messages:
-    """Converts items to messages: an answer's reasoning, text and calls form one chat message."""
+    """Converts items of the Responses API to chat messages, which `found` collects.
+
+    Consecutive items of an answer (reasoning, text, tool calls) form one message.
+    """
 
     def __init__(self) -> None:
         self.found: list[Message] = []
@@ -121,7 +124,7 @@ def _after(before: str | None, text: str) -> str:
 
 
 def _content(content: str | Sequence[Part]) -> str | list[TextPart | ImagePart]:
-    """Return a content's text; a list of text and image parts if there are images."""
+    """Return the text of `content`; if there are images, a list of text and image parts."""
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return _text(content)
     return [

@@ -1,8 +1,8 @@
 """Keeps finished responses in memory, by id, so that later requests can continue from them.
 
 Responses are kept as JSON, so that the counted size is the real size: as Python objects, lists in a
-tool's schema take twenty times their JSON. Each response is kept with the whole conversation before
-it, because earlier responses may be dropped first.
+tool's schema take twenty times as much memory. Each response is kept with the whole conversation
+before it, because earlier responses may be dropped first.
 """
 
 import json
@@ -25,7 +25,7 @@ _MESSAGES = TypeAdapter(list[Message])
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response, and its conversation without instructions, both as JSON."""
+    """A response, and the conversation that ends with it, without instructions; both as JSON."""
 
     response: bytes
     messages: bytes
@@ -63,7 +63,7 @@ class KeptResponses:
         return self._num_bytes
 
     def put(self, response: Mapping[str, object], before: bytes, answer: Message) -> None:
-        """Keep a response and its `answer`; `before` is the earlier conversation as JSON."""
+        """Keep a response; `answer` is its message, `before` the conversation up to it as JSON."""
         messages = joined(before, [answer])
         written = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         kept = KeptResponse(written, messages)

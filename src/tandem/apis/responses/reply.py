@@ -26,7 +26,10 @@ class ResponseReply(Reply):
         model: str,
         before: bytes | None,
     ) -> None:
-        """Begin the answer; `before` is the earlier conversation, None: no response is kept."""
+        """Begin the answer.
+
+        `before` is the conversation up to the answer, as JSON; None: the response will not be kept.
+        """
         self._answer, self._before = ComingAnswer(request), before
         self._head = _head(body, model)
         self._items: list[_Json] = []
@@ -37,7 +40,7 @@ class ResponseReply(Reply):
         self._number = 0
 
     def arrive(self, surroundings: Surroundings) -> None:
-        """Attach the store of kept responses."""
+        """Attach the function that stores the finished response."""
         self._keep = surroundings.keep
 
     def first_events(self) -> list[Event]:
@@ -46,7 +49,7 @@ class ResponseReply(Reply):
         return [self._event(kind, response=self._response("in_progress")) for kind in kinds]
 
     def take(self, index: int, token_output: TokenOutput) -> list[Event]:
-        """Take one token; return the events that follow from it."""
+        """Add a token output to the response; return the resulting events."""
         events: list[Event] = []
         for part in self._answer.take(token_output):
             events += self._part(part)
@@ -65,7 +68,7 @@ class ResponseReply(Reply):
         return self._event("response.failed", response=response)
 
     def whole(self) -> _Json:
-        """Return the response."""
+        """Return the response object; the answer must have ended."""
         is_cut = self._answer.end == "length"
         response = self._response("incomplete" if is_cut else "completed")
         if is_cut:
@@ -111,7 +114,7 @@ class ResponseReply(Reply):
         return self._grow(_TEXT, part.content)
 
     def _grow(self, kind: tuple[str, str], text: str) -> list[Event]:
-        """Append text to the open item if it is of this `kind`, else to a new one."""
+        """Append text to the open item of type `kind`, else to a new item; return the events."""
         events = [] if self._open == kind else [*self._close(), *self._begin(kind)]
         part = self._open_part()
         part["text"] = f"{part['text']}{text}"
@@ -203,7 +206,7 @@ class ResponseReply(Reply):
 
 
 def _head(body: ResponsesRequest, model: str) -> _Json:
-    """Return a new response's fields, many of which repeat its request."""
+    """Return the fields of a new response; many repeat fields of the request."""
     defaults: _Json = {
         "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "store": True,
         "text": {"format": {"type": "text"}}, "truncation": "disabled", "metadata": {},

@@ -166,7 +166,7 @@ Tool = FunctionTool | CustomTool | NamespaceTool
 
 
 class NamedTool(Body):
-    """The name of a tool that must be called, or of one in `AllowedTools`."""
+    """The name of a tool: the tool that must be called, or a member of `AllowedTools`."""
 
     type: Literal["function", "custom"]
     name: _Id
@@ -232,7 +232,7 @@ class CountRequest(RequestBody):
     @field_validator("tools", mode="before")
     @classmethod
     def _without_tools_of_elsewhere(cls, tools: object, info: ValidationInfo) -> object:
-        """Drop tools that run at OpenAI; they are never called here."""
+        """Drop tools that run on OpenAI's servers; on a strict server they are an error."""
         return tools_of_kind(("function", "custom", "namespace"), tools, info)
 
 

@@ -25,7 +25,7 @@ _INPUT_SCHEMA: dict[str, object] = {
 
 
 class CalledTool(NamedTuple):
-    """What an output item for a call states about the called tool."""
+    """The fields of a call's output item that identify the called tool."""
 
     name: str
     namespace: str | None
@@ -42,11 +42,11 @@ class KnownTool:
 
     @property
     def called(self) -> "CalledTool":
-        """What output items for calls state about this tool."""
+        """The fields that identify this tool in the output items of its calls."""
         return CalledTool(self.tool.name, self.namespace, isinstance(self.tool, CustomTool))
 
     def as_function(self, name: str) -> Tool:
-        """Return the chat function that stands for this tool."""
+        """Return the chat function that stands for this tool, under `name`."""
         tool = self.tool
         if isinstance(tool, FunctionTool):
             parameters, strict, description = tool.parameters, tool.strict, tool.description
@@ -79,7 +79,7 @@ def known_tools(tools: list[ResponsesTool] | None) -> dict[str, KnownTool]:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Return the name of the chat function that stands for a tool."""
+    """Return the name of a tool's chat function; it begins with the namespace, if there is one."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("_") else f"{namespace}__{name}"
@@ -94,7 +94,7 @@ class OpenCall:
     """An output item for a tool call that is still being generated."""
 
     def __init__(self, name: str, known: Mapping[str, CalledTool]) -> None:
-        """Begin an item for a call of function `name`, which may be unknown."""
+        """Begin an item for a call of chat function `name`, which may be missing in `known`."""
         found = known.get(name)
         self.is_custom = found is not None and found.is_custom
         self.arguments = ""
@@ -110,7 +110,7 @@ class OpenCall:
 
     @property
     def kind(self) -> str:
-        """The prefix of the types of the call's events, before `.delta` and `.done`."""
+        """The type of the call's events, without the ending `.delta` or `.done`."""
         of = "custom_tool_call_input" if self.is_custom else "function_call_arguments"
         return f"response.{of}"
 
@@ -124,7 +124,7 @@ class OpenCall:
 
 
 def _input_of(arguments: str) -> str:
-    """Return a custom tool's input: the argument `input`, otherwise the arguments' whole text."""
+    """Return a custom tool's input: the string argument `input`, else the text of all arguments."""
     parsed = json_value(arguments)
     found = parsed.get(_INPUT) if isinstance(parsed, dict) else None
     return found if isinstance(found, str) else arguments

@@ -1,1 +1,1 @@
-"""Finds other programs for the same file, times them in turn with Tandem, and compares results."""
+"""Finds other programs for the same file, times them in turns with Tandem, and compares results."""

@@ -92,7 +92,7 @@ class Comparison:
         return f" They take {sizes} of memory at most."
 
     def json(self) -> dict[str, object]:
-        """Return all results as JSON.
+        """Return all results as a dictionary that can be written as JSON.
 
         Speeds are medians; ratios are Tandem's speed divided by that of the entry's system.
         """

@@ -11,7 +11,10 @@ from tandem.bench.peers.setting import Setting, Speeds
 
 
 def parse_rival(text: str) -> tuple[str, list[str]]:
-    """Parse `NAME=PROGRAM ARGUMENTS`; returns the name and the command."""
+    """Parse `NAME=PROGRAM ARGUMENTS`; return the name and the command's words.
+
+    Raises `ArgumentTypeError` if `PROGRAM` is not a file.
+    """
     name, _, command = text.partition("=")
     words = shlex.split(command)
     if not name or not words or not Path(words[0]).is_file():

@@ -62,7 +62,7 @@ class LlamaCpp:
         self._next_token = 0
 
     def answers(self, ids: list[int]) -> NDArray[np.float32]:
-        """Return the logits after every token of a text: (tokens, vocabulary)."""
+        """Return the logits after every token of a text: (n_tokens, vocabulary)."""
         lib, count = self._lib, len(ids)
         params = lib.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = -(-count // 256) * 256
@@ -92,7 +92,7 @@ class LlamaCpp:
         return [*map(Choice, first.tolist(), (best[:, 1] - best[:, 0]).tolist())]
 
     def measure(self, depth: int) -> Speeds:
-        """Measure the speeds after `depth` tokens, in a new context."""
+        """Measure the speeds after `depth` tokens, rounded up to a multiple of `_PART`."""
         setting, parts = self._setting, -(-depth // self._PART)
         room = depth + setting.prompt + setting.steps + 64
         params = self._lib.llama_context_default_params()

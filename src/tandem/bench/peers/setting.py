@@ -47,7 +47,7 @@ class System(Protocol):
     """One compared system, with its model in memory."""
 
     def measure(self, depth: int) -> Speeds:
-        """Time a prompt after `depth` tokens and then decode steps; unknown ceilings are 0."""
+        """Time a prompt after `depth` tokens, and decode steps after it; unknown ceilings are 0."""
 
 
 class Chooser(System, Protocol):

@@ -52,7 +52,7 @@ class Turns:
 
 @contextmanager
 def standing_still(makers: Mapping[str, Maker], setting: Setting) -> Iterator[Turns]:
-    """Start each system in a process that stands still; end all processes after the `with` body.
+    """Start each system in a `StillProcess`; end all processes after the `with` body.
 
     Raises `OSError` with the name of a system that cannot start.
     """

@@ -80,7 +80,10 @@ class AwqWeight(FileWeight):
         return Codes("int", codes, scales.contiguous(), zeros.contiguous())
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return words (inputs, outputs / 8), scales and zero points (outputs, groups) or None."""
+        """Return words (inputs, outputs / 8), scales (outputs, groups) and zero points.
+
+        Zero points have the shape of scales; None if the checkpoint has none.
+        """
         words, scales = self.read_part("qweight"), self.read_part("scales").T
         return words, scales, _in_order(self.read_part("qzeros")).T if self.has_zeros else None
 

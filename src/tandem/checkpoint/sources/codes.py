@@ -23,8 +23,8 @@ class Codes:
     format's name and the codes are uint8 as stored. `scales` is (rows, groups); for fp8 it is
     (rows / 128, cols / 128), rounded up. `zeros` has the shape of `scales`; None for signed codes.
     With super-blocks, scales and minima are int8, with fp16 factors (rows, super-blocks); for
-    nvfp4, scales are e4m3 as uint8, with one fp32 factor per row. `input_order` (cols,) has the
-    layer's input of each column; None if the columns have the order of the inputs.
+    nvfp4, scales are e4m3 as uint8, with one fp32 factor per row. `input_order` (cols,) has, for
+    each column, the number of the layer's input; None if column i is for input i.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Codes:
     super_minima: Tensor | None = None
 
     def coded(self, fmt: WeightFormat, name: str) -> CodedMatrix:
-        """Return the codes in the layout of a packed format; `ModelError` if they do not fit."""
+        """Return the codes and scales in the form of `fmt`; `ModelError` if they do not fit."""
         if self.super_scales is not None or fmt.encoding.table:
             assert fmt.name == self.kind, "stored codes fit one format"
             return stored_matrix(
@@ -94,7 +94,7 @@ class Codes:
         return values
 
     def _in_groups_of(self, size: int, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return scales and zero points, repeated so that each belongs to `size` columns."""
+        """Return scales and zero points (or None), repeated so that each is for `size` columns."""
         source = _group_size(self.codes.shape[1], self.scales.shape[1], name)
         if source % size:
             raise ModelError(
@@ -124,10 +124,11 @@ def stored_codes(
 def integer_formats(
     bits: int, cols: int, group_size: int, *, has_zeros: bool
 ) -> list[WeightFormat]:
-    """Return the formats that hold integer codes of a group size exactly, the smallest first.
+    """Return the packed formats that hold such integer codes exactly, the smallest first.
 
     A format with smaller groups holds the codes too, as scales may repeat; a single scale for all
-    `cols` fits any group size.
+    `cols` fits any group size. No format holds 8 bits with zero points, or widths other than 4 and
+    8 bits.
     """
     sizes = [size for size in GROUP_SIZES if group_size % size == 0 or group_size >= cols]
     if bits not in (4, 8) or (bits == 8 and has_zeros):
@@ -150,9 +151,9 @@ def _group_size(cols: int, groups: int, name: str) -> int:
 def input_order(group_of_input: Tensor, group_size: int, name: str) -> Tensor | None:
     """Return the order of inputs that makes groups contiguous; None if they already are.
 
-    The result (cols,) has the input of each column. `group_of_input` (cols,) is g_idx of
-    checkpoints with activation order. Raises `ModelError` with `name` unless every group has
-    `group_size` inputs.
+    The result (cols,) has, for each column, the number of its input. `group_of_input` (cols,) is
+    g_idx of checkpoints with activation order. Raises `ModelError` with `name` unless every group
+    has `group_size` inputs.
     """
     group_of_input = group_of_input.long()
     inputs = torch.arange(len(group_of_input), device="cpu")

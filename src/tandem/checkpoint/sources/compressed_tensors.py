@@ -33,7 +33,7 @@ _PARTS = ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
 
 
 def find_compressed_tensors(files: TensorFiles, config: JsonObject) -> Found:
-    """Return the weights of a checkpoint; `UnsupportedModelError` for other kinds of packing."""
+    """Return a checkpoint's quantised weights; `UnsupportedModelError` for an unknown packing."""
     found = find_nvfp4(files)
     if not found.weights:
         found = find_fp8(files, config)
@@ -119,7 +119,7 @@ class PackedIntegers(FileWeight):
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
         """Return views of the codes and scales in the file.
 
-        None if the inputs are reordered or `fmt` has another width.
+        Returns None if the inputs are reordered or `fmt` has another number of bits.
         """
         words, scales, zeros, order = self._parts()
         if fmt.bits != self.bits or order is not None:

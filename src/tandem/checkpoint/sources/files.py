@@ -20,13 +20,13 @@ class TensorFiles:
     """The safetensors files of a directory as one collection."""
 
     def __init__(self, directory: Path, entries: dict[str, TensorEntry]) -> None:
-        """Give access to the tensors of these entries."""
+        """Store the tensors' entries, by name; files are opened when they are first read."""
         self.directory = directory
         self.entries = entries
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, a view of the mapped file."""
+        """Return a tensor as a view of its mapped file."""
         file = self.entries[name].file
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
@@ -51,7 +51,7 @@ class TensorFiles:
     def layers_with(self, first: str, others: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         """Yield (prefix, tensor names) of each linear layer that has a tensor `PREFIX.first`.
 
-        The names are of this tensor and of the tensors in `others` that the layer has.
+        The names are `PREFIX.first` and, for those of `others` that the layer has, `PREFIX.other`.
         """
         for name in self.entries:
             prefix, _, part = name.rpartition(".")
@@ -96,7 +96,10 @@ def open_tensors(directory: Path, index_name: str | None = None) -> TensorFiles:
 
 
 def _weight_map(directory: Path, index_name: str) -> dict[str, str]:
-    """Return the file of each tensor, as an index says; `ModelError` if outside `directory`."""
+    """Return each tensor's file name from the index; `ModelError` if the index is damaged.
+
+    A file outside of `directory` counts as damage.
+    """
     index = read_json(directory, index_name)
     weight_map, metadata = index.get("weight_map"), index.get("metadata", {})
     if not isinstance(metadata, dict):
@@ -115,10 +118,10 @@ def _weight_map(directory: Path, index_name: str) -> dict[str, str]:
 
 
 def is_inside(name: object) -> TypeGuard[str]:
-    """Whether a value is a relative path that stays inside the directory.
+    """Whether a value is a relative path that stays inside the directory it is relative to.
 
-    Links out of the directory are allowed, as the hub's cache has them: a malicious file cannot
-    create links.
+    Links out of the directory are allowed: the hub's cache has them, and a malicious checkpoint
+    cannot create them.
     """
     if not isinstance(name, str) or not name.isprintable() or "\\" in name:
         return False

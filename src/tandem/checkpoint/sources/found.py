@@ -39,7 +39,7 @@ class FileWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the checkpoint's files."""
+        """The bytes that the weight takes in the checkpoint's files."""
         return self.files.num_bytes(*self.parts)
 
     def read_part(self, part: str) -> Tensor:
@@ -47,11 +47,14 @@ class FileWeight:
         return self.files.read(f"{self.name.removesuffix('.weight')}.{part}")
 
     def read(self, expert: int | None = None) -> Codes:
-        """Read the matrix, or that of one expert; raises `ModelError` if it is damaged."""
+        """Read the matrix, or the matrix of `expert`; raises `ModelError` if it is damaged."""
         raise NotImplementedError
 
     def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileFields] | None:
-        """Return where native code reads the rows in the file; None if it cannot read them."""
+        """Return views of the file from which native code copies the rows, in a list of one.
+
+        Returns None if native code cannot copy them into `fmt`; `read` must then be used.
+        """
         fields = self.fields(fmt, expert) if fmt in self.formats else None
         return None if fields is None or not fields.fit(fmt) else [fields]
 

@@ -196,5 +196,5 @@ def _made(values: Values, config: PreTrainedConfig, parts: list[Tensor]) -> Tens
 
 
 def _factor_name(name: str) -> str:
-    """Return the name of the NVFP4 factor that may belong to tensor `name`; empty for biases."""
+    """Return the name of the tensor with the NVFP4 factor of a weight; empty for other tensors."""
     return f"{name.removesuffix('.weight')}.scale" if name.endswith(".weight") else ""

@@ -35,7 +35,7 @@ def common_format(kinds: Collection[str]) -> WeightFormat | None:
 def code_table(kind: str, fmt: WeightFormat) -> Tensor | None:
     """Return the `FileBlocks.table` that converts codes of GGUF type `kind` to codes of `fmt`.
 
-    None if they are the same.
+    Returns None if the codes are the same.
     """
     own = find_format(FORMATS[kind])
     if own == fmt:

@@ -62,8 +62,8 @@ class GgufTensor:
     data_offset: int
     n_bytes: int
     data: npt.NDArray[np.generic] = field(repr=False)
-    """A view of the mapped file; the last dimension is the row length, in bytes for block
-    formats."""
+    """A view of the mapped file; the last dimension is the row length, in elements for F32 and F16,
+    in bytes for all other types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,10 @@ class GgufHeader:
         return value
 
     def rows(self, tensor_name: str) -> int | None:
-        """Return the rows (outputs) of a matrix, or of each expert's; None if the file lacks it."""
+        """Return the number of rows (outputs) of a matrix, or of each expert's matrix.
+
+        Returns None if the file has no such tensor, or if the tensor is a vector.
+        """
         tensor = self.tensors.get(tensor_name)
         return None if tensor is None or len(tensor.shape) < 2 else tensor.shape[1]
 
@@ -107,7 +110,7 @@ class GgufHeader:
 
     @property
     def experts(self) -> GgufTensor | None:
-        """The up projection of some layer's experts, or gate and up together; None if dense."""
+        """A tensor of some layer's experts: up, or gate and up together; None without experts."""
         ends = (f"{end}.weight" for end in _EXPERTS)
         return next((t for end in ends for name, t in self.tensors.items() if end in name), None)
 
@@ -330,7 +333,7 @@ class _Reader:
 
 
 def _kind(name: str, kind: int) -> tuple[int, int, IntEnum]:
-    """Return a type's numbers and bytes per block, and its enum member in the gguf package."""
+    """Return how many numbers and bytes a block of type `kind` has, and gguf's enum member."""
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:

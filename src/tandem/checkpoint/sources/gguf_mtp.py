@@ -76,7 +76,8 @@ def _layers_in(header: GgufHeader, hidden_size: int) -> list[GgufHeader]:
 def _alone(header: GgufHeader, layer: int) -> GgufHeader:
     """Return a header of a model whose only layer, number 0, is `layer`.
 
-    It has the file's `output_` tensors; its output norm is the layer's own, if there is one.
+    The model also has the file's `output_` tensors; its output norm is the layer's own norm, if the
+    file has one.
     """
     before = f"blk.{layer}."
     tensors = {

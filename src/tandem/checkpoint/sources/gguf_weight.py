@@ -50,7 +50,7 @@ class GgufWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in Transformers' order."""
+        """(rows, cols), or (num_experts, rows, cols); rows are the outputs."""
         *experts, rows, cols = (int(size) for size in reversed(self.tensors[0].shape))
         rows += sum(int(tensor.shape[1]) for tensor in self.tensors[1:])
         return (*experts, rows, cols)
@@ -71,22 +71,23 @@ class GgufWeight:
 
     @property
     def near_format(self) -> WeightFormat | None:
-        """The format for rounding blocks of types that no single format holds; None otherwise.
+        """The format to round to if each tensor has a packed format, but no format holds them all.
 
-        Rounding errors are at most half a percent of a group's largest value.
+        None in all other cases. Rounding errors are at most half a percent of a group's largest
+        value.
         """
         are_held = all(tensor.tensor_type.name in FORMATS for tensor in self.tensors)
         return find_format("int8-g32") if are_held and not self.formats else None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """The bytes that the weight's tensors take in the file."""
         return sum(int(tensor.n_bytes) for tensor in self.tensors)
 
     def in_file(self, fmt: WeightFormat, expert: int | None = None) -> list[FileBlocks] | None:
         """Return the blocks of the matrix, or of one expert's matrix; one item per tensor.
 
-        None if `fmt` cannot store them unchanged; `read` must then be used.
+        Returns None if `fmt` cannot store the blocks unchanged; `read` must then be used.
         """
         is_joined = self.row_order is not None and len(self.tensors) > 1
         if fmt not in self.formats or self.is_ordered or is_joined:
@@ -94,7 +95,7 @@ class GgufWeight:
         return [replace(part, order=self.row_order) for part in self._blocks(fmt, expert)]
 
     def read(self, expert: int | None = None) -> Codes:
-        """Read the matrix, or one expert's: as codes if a format holds them, else as values."""
+        """Read the matrix, or one expert's, as codes; as values if no format holds the codes."""
         fmt = next(iter(self.formats), None)
         if fmt is None:
             values = self.in_order([_dequantised(tensor, expert) for tensor in self.tensors])
@@ -113,7 +114,10 @@ class GgufWeight:
             yield FileBlocks(rows, tensor.tensor_type.value, table=table, factor=number)
 
     def in_order(self, parts: list[Tensor], axis: int = 0) -> Tensor:
-        """Join the tensors' parts along `axis`, with rows in Transformers' order."""
+        """Return the rows of all tensors, given in `parts`, joined in Transformers' order.
+
+        `axis` is the dimension of the rows.
+        """
         if len(parts) > 1 and self.is_interleaved:
             return torch.stack(parts, dim=axis + 1).flatten(axis, axis + 1)
         joined = torch.cat(parts, dim=axis) if len(parts) > 1 else parts[0]
@@ -129,7 +133,10 @@ class PlainTensor:
         shape: torch.Size,
         made: Callable[[list[Tensor]], Tensor] | None = None,
     ) -> None:
-        """Stand for a weight of this shape; `made` computes it from the values of its tensors."""
+        """Describe a weight of this shape; `made` computes it from the values of its tensors.
+
+        If `made` is None, the tensors' rows are joined.
+        """
         self.weight = weight
         self.shape = shape
         self._made = made
@@ -166,7 +173,7 @@ class PlainTensor:
 def _placed(blocks: FileBlocks, fmt: WeightFormat, name: str) -> CodedMatrix:
     """Return the codes of GGUF blocks as matrix rows in packed format `fmt`.
 
-    They have memory of their own: views of shared memory would keep all of it allocated.
+    The codes have memory of their own: views of shared memory would keep all of it allocated.
     """
     rows, cols, kind = blocks.num_rows, blocks.num_cols, fmt.encoding.scale
     data = torch.empty(fmt.data_bytes(rows, cols), dtype=torch.uint8, device="cpu")
@@ -184,7 +191,10 @@ def _factor(factor: GgufTensor, expert: int | None) -> Tensor:
 
 
 def tensor_values(tensor: GgufTensor, factor: GgufTensor | None = None) -> Tensor:
-    """Return a tensor's values; `factor` multiplies those of blocks, and must be one number."""
+    """Return a tensor's values; blocks are dequantised and multiplied by `factor`, if given.
+
+    `factor` must have a single number. A tensor without blocks ignores it.
+    """
     if tensor.tensor_type.name in PLAIN_DTYPES:
         return _plain_values(tensor)
     values = _dequantised(tensor, None)

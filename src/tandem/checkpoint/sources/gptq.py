@@ -73,7 +73,7 @@ class GptqWeight(FileWeight):
     def fields(self, fmt: WeightFormat, expert: int | None) -> FileFields | None:
         """Return views of the codes and scales in the file.
 
-        None if the inputs are reordered or `fmt` has another width.
+        Returns None if the inputs are reordered or `fmt` has another number of bits.
         """
         if fmt.bits != self.bits or self._order() is not None:
             return None

@@ -1,7 +1,7 @@
 """llama.cpp's imatrix files: mean squares of inputs, under llama.cpp's tensor names.
 
-The current form is GGUF, with sums and token counts. The old form (.dat) has means without counts,
-which are 1 for experts that no token reached.
+The current form is GGUF, with sums and token counts. The old form (.dat) has means without counts;
+the means of an expert that no token reached are 1.
 """
 
 import struct
@@ -24,7 +24,10 @@ Find = Callable[[str], InputSquares | None]
 
 
 def read_gguf(path: Path) -> Find:
-    """Open an imatrix in GGUF form; return its look-up. Raises `FileFormatError`."""
+    """Open an imatrix in GGUF form; return a function that looks a parameter up in it.
+
+    Raises `FileFormatError` for a file that is damaged or no imatrix.
+    """
     try:
         _, tensors = read_part(path)
     except ModelError as error:
@@ -45,7 +48,10 @@ def read_gguf(path: Path) -> Find:
 
 
 def read_dat(path: Path) -> Find:
-    """Read an imatrix in the old form; return its look-up. Raises `FileFormatError`."""
+    """Read an imatrix in the old form; return a function that looks a parameter up in it.
+
+    Raises `FileFormatError` for a file that is damaged or no imatrix.
+    """
     content = path.read_bytes()
     found: dict[str, InputSquares] = {}
     at = 4
@@ -72,7 +78,11 @@ def read_dat(path: Path) -> Find:
 
 
 def _by_parameter(names: Container[str], read: Callable[[str], InputSquares]) -> Find:
-    """Return a function that looks up a model's parameter; `names` and `read` use llama.cpp's."""
+    """Return a function from a parameter's name in Transformers to its mean squares in the file.
+
+    The function returns None for a parameter that the file lacks. `names` are llama.cpp's names of
+    the tensors in the file; `read` returns the mean squares for such a name.
+    """
 
     def find(parameter: str) -> InputSquares | None:
         for architecture in ARCHITECTURES.values():

@@ -41,7 +41,8 @@ class TensorEntry:
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """Return the tensors that a safetensors header lists, checked against the file's size.
 
-    Raises `ModelError`. Tensors must cover every byte and may not overlap.
+    Raises `ModelError` for a damaged file, and unless the tensors cover each byte of the data
+    exactly once.
     """
     if not file.is_file():
         raise ModelError(f"{file} is not a file; expected safetensors")
@@ -90,7 +91,7 @@ def _require_metadata(metadata: object) -> None:
 
 
 def _entry(file: Path, header_bytes: int, name: str, fields: object) -> TensorEntry:
-    """Return a tensor's entry in a header."""
+    """Return a tensor's entry, from its `fields` in a header; `DamagedJsonError` if invalid."""
     if len(name) > _LONGEST_NAME or not name.isprintable():
         raise DamagedJsonError(f"a tensor is called {shown(name)}")
     if not isinstance(fields, dict):

@@ -132,9 +132,10 @@ class Source:
     def _common_format(
         self, targets: Mapping[str, str], parameters: Sequence[str]
     ) -> tuple[WeightFormat | None, str]:
-        """Return the format that holds these parameters, and an empty text.
+        """Return the format for these parameters, and why they must be rounded to it.
 
-        If they must be rounded to the format, the text says why; (None, "") if unquantised.
+        The reason is empty if the format holds the parameters exactly. Returns (None, "") if they
+        are not quantised. Raises `UnsupportedModelError` if there is no such format.
         """
         weights = [w for name, w in self.weights.items() if targets.get(name) in parameters]
         if not weights:

@@ -48,7 +48,7 @@ def decode_kernels(device: torch.device) -> DecodeKernels | None:
 def compressed_kernels(device: torch.device) -> DecodeKernels | None:
     """Return the attention kernels for a model with compressed keys; None if torch must attend.
 
-    The trial includes compressors and residual streams, because such a model has them too.
+    A second trial covers compressors and residual streams too, because such a model has them.
     """
     kernels = decode_kernels(device)
     if kernels is None:
@@ -79,7 +79,10 @@ def kernels_for(model: PreTrainedModel) -> DecodeKernels | None:
 
 
 def state_kernels(kernels: DecodeKernels | None) -> StateKernels | None:
-    """Return Triton's kernels for states; None, for torch, if there are no attention `kernels`."""
+    """Return Triton's kernels that advance states.
+
+    None without attention `kernels`; torch must then advance them.
+    """
     if kernels is None:
         return None
     from tandem.triton_kernels.states import TritonStates
@@ -90,7 +93,7 @@ def state_kernels(kernels: DecodeKernels | None) -> StateKernels | None:
 def stream_kernels(kernels: DecodeKernels | None) -> StreamKernels | None:
     """Return Triton's kernels that mix residual streams.
 
-    None if there are no attention `kernels`: the model's own code must mix.
+    None without attention `kernels`; the model's own code must then mix them.
     """
     if kernels is None:
         return None

@@ -98,7 +98,10 @@ def _tensors(graph: Graph, operation: Operation) -> list[Ref]:
 
 
 def _fit(graph: Graph, sources: list[Ref], shape: torch.Size) -> bool:
-    """Tell whether the kernel can read every one of `sources`, broadcast to `shape`."""
+    """Tell whether the kernel can read each of `sources`, broadcast to `shape`.
+
+    False if there are none, or `shape` has no dimensions.
+    """
     from tandem.triton_kernels.chains import strides_in
 
     return (

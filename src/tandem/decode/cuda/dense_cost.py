@@ -68,11 +68,12 @@ def with_captured_steps(
     device: Device,
     make_capture: MakeCapture,
 ) -> HardwareProfile:
-    """Return `profile` with the seconds of dense parts for few tokens measured on captured steps.
+    """Return `profile` with dense parts' seconds and host costs measured on captured steps.
 
-    The new profile's host costs are the time that a graph break adds to a layer. Returns the
-    profile unchanged if the model's steps cannot be captured. The caller must bind the experts
-    modules again afterwards.
+    Seconds for more than `STEP_TOKENS[-1]` tokens stay, but are at least the measured seconds for
+    that many. The host costs are the time that a graph break adds to a layer. Returns the profile
+    unchanged if the model's steps cannot be captured. The caller must bind the experts modules
+    again afterwards.
     """
     bind_all(bound, _HandOver(store, device))
     found = [_step_seconds(model, n, make_capture, _NoLayers()) for n in STEP_TOKENS]

@@ -1,8 +1,9 @@
 """Groups of a recorded step's operations that become one launch on a GPU.
 
-Besides the groups that are fused on the CPU, a sum is computed with the norm that reads it. Two
-rotary embeddings with the same angles become one launch, and so does a chain of elementwise
-operations (`tandem.decode.cuda.chains`). Recurrences read shared keys without repeating them.
+Norms, rotary embeddings of halves and choices of experts are found as on the CPU. A sum is computed
+with the norm that reads it. Two rotary embeddings with the same angles become one launch, and so do
+packed linear layers with the same input (`projections`) and chains of elementwise operations
+(`chains`). Recurrences read shared keys without repeating them.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,9 +25,9 @@ _QUERY_AND_KEY = slice(4, 6)  # of the arguments of `tandem::recur`
 
 
 def _of_few_keys(recur: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `recur` for queries and keys that are not repeated for each head of values.
+    """Return a function like `recur`, but for queries and keys not repeated for each value head.
 
-    The new function takes them as (b, tokens, key heads, key_dim).
+    Its queries and keys are (b, tokens, key heads, key_dim).
     """
 
     def call(*args: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ def _sums_with_norms(graph: Graph) -> Iterator[Found]:
 
 
 def _settings(operation: Operation, function: object) -> dict[str, object] | None:
-    """Return the keyword arguments bound to an operation that calls `function`; otherwise None."""
+    """Return the arguments of an operation that is a `partial` of `function`; None for others."""
     call = operation.function
     return call.keywords if isinstance(call, partial) and call.func is function else None
 
@@ -99,7 +100,7 @@ def _pairs_of_rotaries(graph: Graph) -> Iterator[Found]:
 
 
 def _repeated_keys(graph: Graph) -> Iterator[Found]:
-    """Find recurrences of repeated queries and keys; the fused one reads them unrepeated."""
+    """Find recurrences that read repeated queries and keys; fused, they read unrepeated ones."""
     for recur in graph.operations:
         if recur.name != "recur":
             continue

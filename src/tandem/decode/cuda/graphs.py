@@ -84,10 +84,10 @@ class GraphLayers(Protocol):
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor | None:
-        """Queue a layer's experts and return their result; None if it needs a graph break."""
+        """Queue a layer's experts and return their result; None: the layer needs a graph break."""
 
     def take_router_input(self, layer: int, hidden: Tensor) -> bool:
-        """Take a layer's router input; False if the host must get it between segments instead."""
+        """Take a layer's router input; return False if the host must get it between segments."""
 
     def around(self) -> AbstractContextManager[None]:
         """Return a context manager for one run of the step: the dry run or a replay."""
@@ -97,15 +97,15 @@ class GraphLayers(Protocol):
 
 
 class Announced:
-    """Intercepts calls of a step whose tokens the host has announced, so that no ids are read back.
+    """Intercepts opaque calls of a step whose token ids the host has announced, and executes them.
 
-    Reading ids back would wait for the GPU. `pad` removes the experts of padding tokens.
+    While it is active no code reads ids back from the GPU, for which the host would have to wait.
     """
 
     is_capturing = True
 
     def __init__(self, pad: Pad = lambda index: index) -> None:
-        """Take `pad`, which is applied to the router's choice in each call of experts."""
+        """Take `pad`, which removes the experts of padding tokens from each router's choice."""
         self._pad = pad
 
     def call(self, kind: str, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
@@ -218,9 +218,9 @@ def _takes_router_input(layers: GraphLayers | None, args: tuple[Any, ...]) -> bo
 def _handed_over(
     kind: str, args: tuple[object, ...], layers: GraphLayers | None, pad: Pad
 ) -> tuple[tuple[Any, ...], Tensor | None]:
-    """Return a call's arguments, and its result if `layers` compute it inside the segment.
+    """Return a call's arguments, and its result if `layers` compute it in the segment, else None.
 
-    Without a result, the returned arguments are contiguous tensors, for a graph break.
+    Without a result, tensors among the returned arguments are contiguous, for a graph break.
     """
     if kind == EXPERTS:
         args = _padded(args, pad)
@@ -244,7 +244,7 @@ class CapturedStep:
     ) -> None:
         """Take segments, each with the call after it, and the tensor that the last segment writes.
 
-        Every run is inside `around`. `captured` is kept alive: it holds tensors that the segments
+        Every run is inside `around()`. `captured` is kept alive: it holds tensors that the segments
         read, such as weights in fp32, while a graph keeps only its own memory. If a run waits too
         long for a disk, the state that `save` saved is restored, and `plain` computes the step.
         """
@@ -347,7 +347,7 @@ def _shortest(
     record_first: Callable[[], Callable[[], Tensor]] | None,
     capture: Callable[[Callable[[], Tensor]], Captured], *, warns: bool,
 ) -> Captured:  # fmt: skip
-    """Capture what `record_first` returns; if that is None or fails, the model's own code."""
+    """Return the capture of `record_first()`, or of `step` if `record_first` is None or fails."""
     if record_first is not None:
         try:
             return capture(record_first())

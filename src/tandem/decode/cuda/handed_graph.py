@@ -1,6 +1,6 @@
 """Captured steps that hand their layers over to the host while the whole graph runs.
 
-The host makes no call between two layers.
+The host launches all of a step's graphs at once, and answers the layers through a mailbox.
 """
 
 import warnings
@@ -57,7 +57,7 @@ class HandedGraph:
         return self._executor.captured_step(partial(self._steps.begin, self._num_tokens))
 
     def give_up(self, error: Exception) -> bool:
-        """Warn, and make later captures use graph segments; return True."""
+        """Warn, and let all later captures break at experts; return True, to try that at once."""
         self._steps.is_given_up = True
         first_line = str(error).partition("\n")[0]
         warnings.warn(
@@ -71,9 +71,9 @@ class HandedGraph:
 def handed_graph(executor: Executor | None, num_tokens: int) -> HandedGraph | None:
     """Return the object that hands over a step's layers; None if they must be graph breaks.
 
-    None also for executors that pass calls on to another, because they see or change each call. The
-    exception is `ForcedRouting` with the model's own number of experts per token: it announces the
-    routing before a step.
+    None also for an executor that passes calls on to another executor, because it sees or changes
+    each call. The exception is `ForcedRouting` with the model's own number of experts per token,
+    which announces the routing before a step.
     """
     forced = executor if isinstance(executor, ForcedRouting) else None
     inner = executor if forced is None else forced.inner

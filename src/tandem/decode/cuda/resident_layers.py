@@ -52,7 +52,7 @@ class GraphedLayers:
     def __call__(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, functions: ExpertFunctions
     ) -> Tensor | None:
-        """Queue a layer's experts and return their result; None if it needs a graph break."""
+        """Queue a layer's experts and return their result; None: the layer needs a graph break."""
         if not self._layers.serves(functions):
             return None
         self._chosen[layer] = index
@@ -63,7 +63,7 @@ class GraphedLayers:
         return True
 
     def around(self) -> AbstractContextManager[None]:
-        """Return the executor's context manager in which graph breaks may defer work."""
+        """Return the executor's context manager inside which it may defer work of graph breaks."""
         return self._executor.deferring()
 
     def give_up(self, error: Exception) -> bool:
@@ -77,7 +77,7 @@ class GraphedLayers:
         self._begin = self._device.streams.record(Stream.COMPUTE, is_timed=True)
 
     def end_step(self) -> None:
-        """Queue the copy of the routers' choices to the host, behind a replay."""
+        """Queue the copy of the routers' choices to the host, behind the replay's work."""
         if not self._chosen:
             return
         streams = self._device.streams
@@ -113,8 +113,8 @@ class GraphedLayers:
 def graphed_layers(executor: Executor | None) -> GraphedLayers | None:
     """Return the object that computes layers in a segment; None unless all experts are resident.
 
-    None also for executors that pass calls on to another, because they may change the router's
-    choice.
+    None also for an executor that passes calls on to another executor, because it may change the
+    router's choice.
     """
     if executor is None or executor.cache is None or not isinstance(executor.device, CudaDevice):
         return None

@@ -54,7 +54,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
         kernels. Without `make_capture`, steps are not captured. If `layers` is given, it computes
         the experts of captured steps instead of the `GraphLayers` that suit the executor. With
         `notes_hidden`, `hidden` and `on_hidden` report the output head's input, on the host. Raises
-        `NotInSlotsError` for a model that keeps what the KV cache cannot hold.
+        `NotInSlotsError` if the model's layers keep data of tokens that the KV cache cannot hold.
         """
         # Kernels attend to all positions, or to windows and compressed keys; torch to positions
         # that an indexer has selected.
@@ -203,7 +203,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
         The slots' states are saved first, unless `can_repeat` is false: states are too large to
         copy for each token of a replayed step. Raises `CapacityError` if the GPU is out of memory
-        and no more can be freed, or `work` cannot be repeated.
+        and either no more can be freed, or `can_repeat` is false.
         """
         while True:
             put_back = _nothing
@@ -221,7 +221,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
             self._steps.follow_executor()  # what was captured may read slots that are gone
 
     def _make_room(self) -> bool:
-        """Free captured prompts, or else a part of the expert cache; False if there is neither."""
+        """Free captured prompts, or else a part of the expert cache; False if nothing was freed."""
         if self._steps.drop_prompts():
             return True
         executor = self._model.executor
@@ -232,7 +232,7 @@ class CudaSlotPool(CachedSlotPool[StaticKvCache]):
 
 
 def make_cuda_capture(model: PreTrainedModel) -> MakeCapture:
-    """Return a factory of captures on a model's GPU; all use one stream."""
+    """Return a function that returns a new capture on a model's GPU; all use one stream."""
     stream = torch.cuda.Stream(model.device)
     return lambda: CudaCapture(model.device, stream)
 

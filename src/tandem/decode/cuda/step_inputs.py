@@ -19,10 +19,10 @@ class StepInputs:
         device: torch.device,
         room_for_hidden: Callable[[int], Tensor | None],
     ) -> None:
-        """Allocate the inputs. Rows of embeddings in host memory are read on the host."""
+        """Allocate the inputs; the tokens' embeddings too if `embeddings` is in host memory."""
         self._num_padding = 0
         self.hidden = room_for_hidden(size)
-        """The output head's input, (n_tokens, width); None if it is not recorded."""
+        """The output head's input, (n_tokens, width); None if `room_for_hidden` gives None."""
         with torch.inference_mode(False):
             self.ids = torch.zeros((size, 1), dtype=torch.int64, device=device)
             self.idle = torch.zeros((size, 1), dtype=torch.int64, device=device)

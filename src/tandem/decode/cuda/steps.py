@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
     replayed: ReplayedStep
     resident: list[GraphedLayers]
-    """The object that computes resident layers inside the captured step; at most one entry."""
+    """Empty, or the one object that computes resident layers inside the captured step."""
 
 
 class Steps:
@@ -100,8 +100,8 @@ class Steps:
     def follow_executor(self) -> None:
         """Drop all steps if they were captured for another state of the experts.
 
-        That is for another executor or other expert slots, or when all experts were resident and
-        now are not, or the reverse.
+        The state is another one if the executor or the expert slots have been replaced, or if all
+        experts were resident and now are not, or the reverse.
         """
         executor = self._executor
         if executor is not None:
@@ -138,7 +138,7 @@ class Steps:
         return logits
 
     def report(self, but: Step | None = None) -> None:
-        """Report resident layers of replays to listeners, except of the last replay of `but`."""
+        """Report the resident layers of unreported replays, except the last replay of `but`."""
         for step in self._steps.values():
             for layers in step.resident:
                 layers.report(but=int(step is but))

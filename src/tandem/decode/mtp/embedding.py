@@ -45,7 +45,7 @@ class MtpEmbedding(nn.Module):
         fc: nn.Module,
         given: GivenHidden,
     ) -> None:
-        """Take the parts of `fc`(`enorm`(token's embedding), `hnorm`(hidden state that is given)).
+        """Take the modules of `fc([enorm(token's embedding), hnorm(given hidden state)])`.
 
         Without `hnorm`, the hidden state is left out here, because the layer itself adds it.
         """

@@ -125,9 +125,10 @@ def _load_layer(
 def _joined(
     head: PreTrainedModel, joining: Mapping[str, Tensor], tokens: nn.Module, dtype: torch.dtype
 ) -> MtpEmbedding:
-    """Return the module that joins a token with the previous hidden state, for a layer's model.
+    """Return the `MtpEmbedding` for `head`, the model of one MTP layer.
 
-    With several residual streams, `StreamedLayer` also replaces the decoder layer of `head`.
+    `joining` has the weights of norms and projections, `tokens` is the token embedding. With
+    several residual streams, a `StreamedLayer` also replaces the decoder layer of `head`.
     """
     decoder, streams = head.get_decoder(), num_streams(head.config)
     parts: dict[str, nn.Module] = {}
@@ -150,7 +151,7 @@ def _joined(
 
 
 def _without_norm(tokens: nn.Module) -> nn.Module:
-    """Return the embedding without its norm: Inkling's MTP layers have norms of their own."""
+    """Return a token embedding without its norm, if any; Inkling's MTP layers do not use it."""
     if not hasattr(tokens, "embed_norm"):
         return tokens
     stored: nn.Module = nn.Embedding.from_pretrained(tokens.get_parameter("weight"))
@@ -174,10 +175,10 @@ def _head_on_host(head: nn.Module, threads: CpuThreads) -> nn.Module:
 
 
 def first_rows(head: nn.Module, most: int = _DRAFTED_TOKENS) -> nn.Module:
-    """Return a head of the first `most` tokens, for drafting; it shares the head's memory.
+    """Return an output head of the first `most` token ids, for drafting, in the memory of `head`.
 
     Token ids follow the tokenizer's merges, so the first ones are the most frequent. A head that is
-    not packed, or has no more rows, is returned unchanged.
+    not packed, or has at most `most` rows, is returned unchanged.
     """
     if not isinstance(head, PackedLinear) or head.out_features <= most:
         return head
@@ -214,7 +215,7 @@ def _stated_config(text: PreTrainedConfig, depth: int) -> PreTrainedConfig | Non
 
 
 def _usual_config(text: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of one layer with experts and full attention, as MTP layers usually are."""
+    """Return the config of one MTP layer: with experts and full attention, or as `_OTHERWISE`."""
     config = copy.deepcopy(text)
     config.num_hidden_layers = 1
     for name, value in (_ONE_LAYER | _OTHERWISE.get(text.model_type, {})).items():
@@ -249,7 +250,7 @@ _OTHERWISE: dict[str, dict[str, object]] = {
 def _loaded(
     stored: _StoredLayer, config: PreTrainedConfig, offload: OffloadConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Load an MTP layer as a Transformers model; return it, and `JOINING`'s tensors by name."""
+    """Load an MTP layer as a Transformers model; return it and the tensors named in `JOINING`."""
     job = LoadJob(options=offload)
     state = stored.tensors(config, job)
     module = empty_model(config)
@@ -287,7 +288,7 @@ def _taken_apart(state: Mapping[str, Tensor]) -> dict[str, object]:
 def _tensors(
     checkpoint: Checkpoint, names: Mapping[str, str], config: PreTrainedConfig, job: LoadJob
 ) -> dict[str, object]:
-    """Return the layer's tensors by their new names, in the form that Transformers accepts."""
+    """Return the tensors in `names` by their new names, in the form that Transformers accepts."""
     if checkpoint.quantization is None:
         return {new: checkpoint.files.slice_of(old) for old, new in names.items()}
     source = open_foreign(checkpoint)[1]

@@ -74,8 +74,8 @@ JOINING = ("fc.", "e_proj.", "h_proj.", "enorm.", "hnorm.")
 def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
     """Return for each MTP layer, in order, {name in the checkpoint: name in a one-layer model}.
 
-    The list is empty if the checkpoint has no MTP layers in a known layout. Under `mtp.` all layers
-    share the tensors outside the layers, if there are any.
+    The list is empty if the checkpoint has no MTP layers in a known layout. A tensor under `mtp.`
+    that is in no layer is listed for every layer.
     """
     names = list(names)
     found: list[dict[str, str]] = []
@@ -89,7 +89,7 @@ def mtp_names(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
 
 
 def why_unknown(names: Collection[str], num_layers: int) -> str:
-    """Return why a checkpoint has no known MTP layer, as the end of a sentence after its path."""
+    """Return why a checkpoint has no known MTP layer: a sentence without its subject, the path."""
     if any(_DSPARK.match(name) for name in names):
         return (
             "has layers in DSpark's layout, which drafts a block at once; Tandem does not read it"
@@ -98,14 +98,17 @@ def why_unknown(names: Collection[str], num_layers: int) -> str:
 
 
 def has_no_norm(names: Iterable[str]) -> bool:
-    """Tell whether the head reads the MTP layer's output without a norm, as Inkling's does."""
+    """Tell whether the head reads the MTP layer's output without a norm (some Inkling models)."""
     names = list(names)
     is_inkling = any(".transformer_block." in name for name in names)
     return is_inkling and not any("mtp.chain_norm." in name for name in names)
 
 
 def _names_of(names: Iterable[str], num_layers: int, depth: int) -> dict[str, str]:
-    """Return {name in the checkpoint: new name} for one MTP layer; empty if it is incomplete."""
+    """Return `mtp_names`' mapping for the MTP layer at index `depth`; empty if tensors are missing.
+
+    The layer must follow the model's last layer, or be under `mtp.` as in Qwen3-Next or MiMo V2.
+    """
     after_layers = re.compile(
         rf"^(?:model\.)?(?:language_model\.)?layers\.{num_layers + depth}\.(.+)$"
     )
@@ -130,7 +133,7 @@ def _names_of(names: Iterable[str], num_layers: int, depth: int) -> dict[str, st
 
 
 def _streamed_names_of(names: Iterable[str], depth: int) -> dict[str, str]:
-    """Return what `_names_of` does, for one of DeepSeek-V4's MTP layers."""
+    """Return `mtp_names`' mapping for a DeepSeek-V4 MTP layer; empty if tensors are missing."""
     before = f"mtp.{depth}."
     parts = {name: name.removeprefix(before) for name in names if name.startswith(before)}
     found = {
@@ -141,7 +144,7 @@ def _streamed_names_of(names: Iterable[str], depth: int) -> dict[str, str]:
 
 
 def _inkling_names_of(names: Iterable[str], depth: int) -> dict[str, str]:
-    """Return what `_names_of` does, for one of Inkling's MTP layers."""
+    """Return `mtp_names`' mapping for an Inkling MTP layer; empty if tensors are missing."""
     inside = re.compile(rf"^(?:model\.)?mtp\.(?:layers\.{depth}\.)?(?!layers\.)(.+)$")
     found = {}
     for name in names:

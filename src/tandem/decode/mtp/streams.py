@@ -1,4 +1,4 @@
-"""MTP layers of models with several residual streams, which read all streams before they are mixed.
+"""MTP layers of models with several residual streams: such a layer reads all streams unmixed.
 
 The hidden state of a token is as wide as all of its streams together. An MTP layer's input streams
 differ: each is the sum of the token's projected embedding, which is the same for all streams, and
@@ -14,7 +14,7 @@ _MODELS = ("deepseek_v4",)  # the layout of other models' MTP layers with stream
 
 
 def num_streams(config: PreTrainedConfig) -> int:
-    """Return how many streams a model's MTP layers read.
+    """Return how many residual streams of a token a model's MTP layers read.
 
     1 means that they read the output head's input.
     """
@@ -31,7 +31,7 @@ class StreamedLayer(nn.Module):
         self.layer, self.hnorm, self.h_proj, self.given = layer, hnorm, h_proj, given
 
     def forward(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
-        """Run the layer on its input plus the given streams: (b, n_tokens, streams, width)."""
+        """Run the layer on its input plus the projected streams: (b, n_tokens, streams, width)."""
         streams = self.given.now.view(hidden_states.shape)
         made: Tensor = self.layer(hidden_states + self.h_proj(self.hnorm(streams)), **kwargs)
         return made

@@ -1,6 +1,6 @@
-"""Substitutes for parts of a model's own code: a file for each kind, all registered here.
+"""Substitutes for parts of a model's own code: a file for each kind, most registered here.
 
-Two kinds are not registered here: the attention function, which is in Transformers' registry
+Two kinds are registered elsewhere: the attention function, which is in Transformers' registry
 (`attention`), and torch's functions between a prompt's layers (`prompt_operations`).
 """
 

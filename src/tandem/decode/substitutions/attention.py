@@ -43,8 +43,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend with the KV cache of the step: (b, heads, n, dim) -> (b, n, heads, dim).
 
-    The call has either one sequence of n tokens, of all slots concatenated, or b slots with one
-    token each. `key` and `value` contain only the step's tokens. `indices` (b, n, most) are the
+    The call has either b = 1 and the n tokens of all slots concatenated, or b slots with one token
+    each. `key` and `value` contain only the step's tokens. `indices` (b, n, most) are the
     positions that an indexer selected for each token, as in `SlotCache.select`; `block_indices` are
     the blocks selected for each KV head. The states of a `DistanceBias` are (b, heads, n, dim).
     `sinks` (b, heads, n, 1) has a sink per token, `s_aux` (heads,) one for all tokens.

@@ -42,7 +42,7 @@ def _select_qwen4(
 ) -> SelectedPositions:
     """Select blocks as Qwen4 does: score a block by its mean key, normalised and rotated.
 
-    The mean key is rotated for the block's first position.
+    The mean key is rotated for the block's first position. Returns the selected positions.
     """
     rotate = rotary_of(self)
     cos, sin = position_embeddings  # (b, n_tokens, width)

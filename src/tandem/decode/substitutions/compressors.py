@@ -44,7 +44,7 @@ def _compress(
 ) -> tuple[Tensor, None]:
     """Hand the step's compressed keys to attention through the KV cache.
 
-    The result is for the model's own code: no keys, and no mask.
+    Returns a tensor without keys, and None for a mask, because the model's own code expects both.
     """
     layer = cache.layers[layer_idx]
     key = _keys(compressor, layer.states, "compressor", hidden_states, position_ids)
@@ -81,7 +81,7 @@ def _keys(
 
 
 def _rotated(module: ModelPart, heads: Tensor, position_ids: Tensor) -> Tensor:
-    """Rotate (b, heads, n_tokens, dim) by the model's own code."""
+    """Return `heads` (b, heads, n_tokens, dim) with rotary embeddings for the positions."""
     cos, sin = module.rotary_emb(
         heads, position_ids=position_ids, layer_type=module.rope_layer_type
     )

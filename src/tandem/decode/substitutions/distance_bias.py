@@ -77,7 +77,7 @@ def _relative_distance(inputs_embeds: Tensor, *args: object, **kwargs: object) -
 
 
 DISTANCES = {"get_relative_distance": _relative_distance}
-"""The substitute, by the name of the function in Inkling 2's model file."""
+"""Maps the name of a function in Inkling 2's model file to its substitute."""
 POSITION_BIAS = Substitution(has("linear", "norm", "proj", "rel_extent"), _position_bias)
 ATTENTION = Substitution(
     has("rel_logits_proj", "r_proj", "k_sconv", "v_sconv", "q_norm", "k_norm"), _attention

@@ -34,7 +34,7 @@ _is_head = has("hc_fn", "hc_base", "hc_scale", "hc_mult", "eps", "input_norm")
 
 
 def _connection_of(module: ModelPart) -> HyperConnection | None:
-    """Return a module's parameters for mixing streams; None for a module of another form."""
+    """Return a module's parameters for mixing streams; None for a module of unknown form."""
     n, eps, norm_eps = module.hc_mult, module.hc_eps, module.input_norm.eps
     if len(module.fn) == (2 + n) * n and hasattr(module, "hc_sinkhorn_iters"):
         return HyperConnection(norm_eps, eps, 2.0, 0.0, module.hc_sinkhorn_iters)
@@ -50,7 +50,8 @@ def _is_connection(module: ModelPart) -> bool:
 def _mix(self: ModelPart, hidden_streams: Tensor) -> tuple[object, ...] | None:
     """Return the weights for the way back, and the layer's input.
 
-    None if the model's own code must run.
+    The weights are those of the layer's output and, in modules with Sinkhorn rounds, the matrix
+    that mixes the streams. Returns None if the model's own code must run.
     """
     kernels, connection = _kernels_for(hidden_streams, self.fn), _connection_of(self)
     if kernels is None or connection is None:
@@ -151,7 +152,8 @@ class _Weights:
     def __add__(self, other: object) -> Tensor:
         """Return the sum of the weighted output and the mixed streams.
 
-        It is one native operation if the recorded steps have the form that the operation computes.
+        One native operation computes the sum if the recorded steps have the known form; otherwise
+        torch computes it.
         """
         if isinstance(other, _Weights) and other.back is self.back:
             y = self._matched_output(other)

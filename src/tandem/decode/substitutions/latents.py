@@ -43,7 +43,8 @@ def has_latents(module: nn.Module, cache: SlotCache) -> bool:
 def _keep_latents(self: ModelPart, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return latents (b, 1, n, latent + rotary) as keys and (b, 1, n, latent) as values.
 
-    None if no step runs whose KV cache keeps latents: the model's own code must expand them.
+    None outside Tandem's steps, and if the step's KV cache keeps no latents; the model's own code
+    must then expand them.
     """
     cache = current_cache()
     if cache is None or not cache.keeps_latents:
@@ -91,7 +92,7 @@ def _expand(module: ModelPart, kept: Tensor) -> tuple[Tensor, Tensor]:
 class _Products(NamedTuple):
     """Multiplications of each head's vector by the head's matrices in `kv_b_proj`.
 
-    Each maps (n_tokens, heads, inputs) to (n_tokens, heads, outputs).
+    Both functions map (n_tokens, heads, inputs) to (n_tokens, heads, outputs).
     """
 
     of_keys: Callable[[Tensor], Tensor]

@@ -42,7 +42,7 @@ class _Kind(NamedTuple):
 def _may_be_norm(module: nn.Module) -> bool:
     """Tell whether a module has an epsilon, at most one vector of weights, and nothing else.
 
-    A module whose `forward` was replaced is no such module.
+    False also for a module whose `forward` was replaced.
     """
     parameters = dict(module.named_parameters(recurse=False))
     is_bare = not [*module.children(), *module.buffers(recurse=False)]
@@ -63,7 +63,7 @@ def _eps(module: nn.Module) -> float | None:
 def _native_norm(self: ModelPart, x: Tensor, gate: Tensor | None = None) -> Tensor | None:
     """Return a prompt's norm from the native kernel; None if the model's own code must run.
 
-    That is so outside prompts, and for inputs or classes of norms that the kernel does not compute.
+    The result is None outside prompts, and for inputs or norms that the kernel does not support.
     """
     ops, weight, has_gate = active_operations(), _weight(self), gate is not None
     if ops is None or x.dtype not in VALUE_DTYPES or x.device.type != "cpu":
@@ -122,7 +122,7 @@ def _norm(
 ) -> Tensor | None:
     """Return the norm of the rows of `x`, computed natively.
 
-    None if strides are irregular, or the gate is of another shape or dtype.
+    None if strides are irregular, or the gate's shape or dtype is not that of `x`.
     """
     cols = x.shape[-1] // kind.num_groups
     rows, gates = (

@@ -85,7 +85,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
         program.run()
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
-        """Return half-wise rotary embeddings of one sequence; None for other shapes.
+        """Return `x` rotated by halves, for one sequence; None if shapes or dtypes do not fit.
 
         `x` is (1, heads, n, dim) or (1, n, heads, dim); `heads` is the dimension of the heads.
         `cos` and `sin` are (1, n, rotated); only the first `rotated` values of a head are rotated.
@@ -109,10 +109,10 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return out.transpose(1, 2) if heads == 1 else out
 
     def rotate_pairs(self, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
-        """Return pair-wise rotary embeddings of one sequence; None for other shapes.
+        """Return `x` rotated by pairs of neighbours; None if shapes or dtypes do not fit.
 
-        As `rotate`, but `cos` and `sin` (1, n, pairs) apply to the last neighbouring pairs of
-        values of a head.
+        The arguments are those of `rotate`, but `cos` and `sin` are (1, n, pairs); only the last
+        2 x `pairs` values of a head are rotated.
         """
         tokens = 3 - heads
         num_tokens, pairs = cos.shape[-2:]
@@ -135,9 +135,10 @@ class PromptOperations(Meeting, TorchFunctionMode):
         return out.transpose(1, 2) if heads == 1 else out
 
     def combine(self, kind: int, args: Arguments, out: Tensor | None = None) -> Tensor | None:
-        """Compute an elementwise operation on tensors and numbers, into `out` if it is given.
+        """Compute an elementwise operation (`KINDS`) of tensors and numbers; return its result.
 
-        None: torch must compute the operation.
+        The result is written to `out` if that is given. Returns None if torch must compute the
+        operation.
         """
         tensors = [x for x in args if isinstance(x, Tensor)]
         numbers = [x for x in args if not isinstance(x, Tensor)]
@@ -198,7 +199,7 @@ class PromptOperations(Meeting, TorchFunctionMode):
 
 
 def active_operations() -> PromptOperations | None:
-    """Return the operations of the prompt that runs now; None in other steps."""
+    """Return the `PromptOperations` of the prompt that runs now; None if no prompt runs."""
     active = ACTIVE.get()
     return active if isinstance(active, PromptOperations) else None
 

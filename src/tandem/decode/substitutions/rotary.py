@@ -22,7 +22,11 @@ from tandem.kv_cache.cuda.cache import StaticKvCache
 
 
 def rotary_like(own: Function) -> Function | None:
-    """Return a replacement of a model's `apply_rotary_pos_emb`; None if it rotates differently."""
+    """Return a replacement of `own`, a model's `apply_rotary_pos_emb`, or None.
+
+    None if the kernels do not rotate as `own` does. The replacement returns None for arguments with
+    which `own` must be called instead.
+    """
     names = tuple(inspect.signature(own).parameters)
     turned = names[: names.index("cos")] if "cos" in names else ()
     if names[len(turned) : len(turned) + 2] != ("cos", "sin"):
@@ -65,9 +69,9 @@ def _has_gpu_kernels() -> bool:
 
 
 def _rotated_on_gpu(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor | None:
-    """Return heads (b, ., ., dim) rotated by one kernel; None if it cannot read these shapes.
+    """Return `x` rotated by one kernel; None if the kernel cannot read the shapes.
 
-    `heads` is the dimension of the heads, 1 or 2.
+    `x` is (b, heads, n, dim) or (b, n, heads, dim); `heads` is the dimension of the heads, 1 or 2.
     """
     from tandem.triton_kernels import operations
 
@@ -81,7 +85,7 @@ def _rotated_on_gpu(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor |
 
 
 def rotary_of(module: ModelPart) -> Function:
-    """Return the rotary function of a module's file, or its replacement if it can be replaced."""
+    """Return `apply_rotary_pos_emb` of the file that defines a module, replaced if possible."""
     return _with_native(vars(sys.modules[type(module).__module__])["apply_rotary_pos_emb"])
 
 
@@ -114,9 +118,10 @@ def _turns_pairs(own: Function, count: int) -> bool:
 
 
 def _tried(own: Function, count: int, width: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return random heads, random `cos` and `sin` of `width`, and what `own` makes of them.
+    """Call `own` with random heads, and random `cos` and `sin` of `width`; return all tensors.
 
-    `count` is the number of tensors that `own` rotates. Its results are [] if it fails.
+    These are the heads, `cos`, `sin`, and a list of the results, which is empty if `own` fails.
+    `count` is the number of tensors that `own` rotates.
     """
     random = torch.Generator().manual_seed(0)
     x = torch.randn((1, 2, 3, 8), generator=random, device="cpu")

@@ -11,7 +11,7 @@ from tandem.foreign_types import ModelPart
 def _route_with_shared(
     self: ModelPart, hidden_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the experts' scores, weights and chosen experts, and the shared experts' weights.
+    """Return all experts' logits, the chosen experts' weights and ids, the shared experts' weights.
 
     A softmax over logarithms of sigmoids, -softplus(-x), divides the weight among the chosen and
     the shared experts.

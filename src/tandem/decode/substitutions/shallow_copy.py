@@ -44,7 +44,7 @@ class ShallowCopy:
         self._copy(self._original)
 
     def _copy(self, module: nn.Module) -> nn.Module:
-        """Return a module's copy, or the module if nothing in it differs."""
+        """Return a module's copy, or the module itself if its copy would not differ from it."""
         if module in self._copies:
             return self._copies[module]
         children = dict(children_by_name(module))
@@ -89,9 +89,10 @@ def _methods(module: ModelPart) -> dict[str, Function]:
 
 @functools.cache
 def with_functions(function: FunctionType) -> FunctionType | None:
-    """Return a copy of `function` that calls the substitutes of `FUNCTIONS`; None if it calls none.
+    """Return a copy of `function` that calls substitutes of `FUNCTIONS` in place of the originals.
 
-    Functions inside decorators (`__wrapped__`) are copied, too.
+    None if `function` calls no function that has a substitute. Functions inside decorators
+    (`__wrapped__`) are copied, too.
     """
     inner = getattr(function, "__wrapped__", None)
     if inner is not None:

@@ -1,7 +1,7 @@
 """Layers that advance states in their own code (MiniMax, ZAYA and others), for any slots' tokens.
 
-Unlike the layers in `recurrences`, they call no functions that can be replaced by name. Therefore a
-whole method, mostly `forward`, is replaced.
+Unlike the layers in `recurrences`, these layers call no functions that can be replaced by name.
+Therefore a whole method, mostly `forward`, is replaced.
 """
 
 import math
@@ -55,7 +55,7 @@ def _convolved_projection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mix queries and keys by two convolutions; half of each value is from the previous token.
 
-    Returns three tensors (b, n_tokens, heads, dim).
+    Returns queries, keys and values, each (b, n_tokens, heads, dim).
     """
     handle = _handle(cache, self.layer_idx)
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -102,7 +102,7 @@ def _convolved(self: ModelPart, handle: StateHandle, x: Tensor) -> Tensor:
 
 
 def _delayed(handle: StateHandle, kind: str, x: Tensor) -> Tensor:
-    """Return the previous token's `x` for each token, zeros before the first: (n_tokens, any)."""
+    """Return, for each token, the row of `x` of the token before it; zeros if there is none."""
     return _advanced(handle, kind, x, lambda: torch.eye(1, 2, device=x.device).expand(len(x[0]), 2))
 
 
@@ -139,7 +139,10 @@ def _rows_of_ngrams(
     ids: Tensor,
     *before: Tensor,
 ) -> Tensor:
-    """Return row numbers (n_tokens, heads of all n): `num_heads` per n, from a hash of n tokens."""
+    """Return the numbers of the rows that each token reads, (n_tokens, heads of all n-grams).
+
+    For each n from 2 on there are `num_heads`, from a hash of the token and the n - 1 before it.
+    """
     mixed, token, hashes = ids * multipliers[0], ids, []
     for number, above in enumerate(before, 1):
         earlier = above.flatten().long() + end
@@ -153,7 +156,7 @@ def _rows_of_ngrams(
 def _dilated_convolution(
     self: ModelPart, hidden_states: Tensor, cache: DynamicCache | None
 ) -> Tensor:
-    """Convolve each channel, (b, n_tokens, channels), with the dilation of `conv1d`."""
+    """Convolve each channel with the dilation of `conv1d`, then SiLU: (b, n_tokens, channels)."""
 
     def operation() -> Convolution:
         weight, step = self.conv1d.weight.squeeze(1), self.conv1d.dilation[0]
@@ -178,7 +181,8 @@ def _dynamic_convolution(
 ) -> Tensor:
     """Convolve each channel, (b, n_tokens, channels), with the sum of its own and the token's taps.
 
-    All channels of a head share the token's taps.
+    All channels of a head share the token's taps. The input is added to the result, and the sum is
+    divided by the root of 2 x taps + 1.
     """
     handle = _handle(cache, self.layer_idx + cache_offset, self.conv_idx)
     width, shape = self.conv_kernel_size, (*hidden_states.shape[:2], self.num_heads, 1, -1)

@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 
 
 class Substitution(NamedTuple):
-    """A replacement for one method of all modules that have the form `matches` tests."""
+    """A replacement for one method of all modules for which `matches` returns True."""
 
     matches: Callable[[ModelPart], bool]
     """Whether a module has the form that the substitute computes."""

@@ -14,16 +14,16 @@ from tandem.kernels.torch_private import end_allocation_to_pool
 
 
 class Graph(Protocol):
-    """Work that was captured, which can be queued again."""
+    """Captured work, which can be queued again."""
 
     def replay(self) -> None:
         """Queue the work again, on the same memory."""
 
 
 class Capture(Protocol):
-    """Captures work as graphs that share one memory pool; every captured step has its own object.
+    """Captures a step as graphs that share a memory pool: one graph for each of its segments.
 
-    Only one segment is captured at a time.
+    Each step to be captured needs its own object. Segments must be captured one after another.
     """
 
     def waits(self, *, allowed: bool) -> AbstractContextManager[None]:
@@ -102,10 +102,10 @@ class CudaCapture:
 
 @contextlib.contextmanager
 def on_capture_stream(capture: Capture) -> Iterator[None]:
-    """Make a capture's stream the current stream in the `with` body; collect no garbage there.
+    """Make a capture's stream current in the `with` body, with Python's garbage collection off.
 
-    The body's work comes after the earlier work of the stream that was current before, and before
-    that stream's later work.
+    The stream that was current before is kept in order: its earlier work precedes the body's work,
+    and its later work follows it.
     """
     if not isinstance(capture, CudaCapture):
         yield

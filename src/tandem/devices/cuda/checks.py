@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
 
 
 class Probe:
-    """Queries torch and the driver."""
+    """Queries torch and the driver about GPUs."""
 
     def built_for_cuda(self) -> bool:
         """Tell whether this torch was built with CUDA."""

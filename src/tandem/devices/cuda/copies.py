@@ -58,7 +58,7 @@ class SlotEvents:
             self.read[slot] = event
 
     def clear(self) -> None:
-        """Forget all events; needed when the slots get other memory."""
+        """Forget all events; must be called when the slots get new memory."""
         self.written.clear()
         self.read.clear()
 
@@ -72,7 +72,7 @@ class Link(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """The speed in bytes per second, with the limit."""
+        """The lower of the real speed and the limit, in bytes per second."""
         return self.real if self.limit is None else min(self.limit, self.real)
 
     def pause_seconds(self, num_bytes: int) -> float:
@@ -92,11 +92,11 @@ class _Job:
     generation: int
     is_ahead: bool
     leaves: int
-    """The key of the slot's content before the copy, or `NOTHING`."""
+    """The key of the expert that the copy overwrites; `NOTHING` if the slot is empty."""
     held: HeldExpert | None = None
     """The expert in host memory, held until its bytes are in the slot."""
     back: HeldExpert | None = None
-    """Host memory reserved for the slot's content before the copy; None: it is not copied back."""
+    """Host memory to which the overwritten expert is first copied back; None: it is dropped."""
 
     def let_go(self) -> None:
         """Release the expert's host memory."""
@@ -105,7 +105,7 @@ class _Job:
             self.held = None
 
     def end(self) -> None:
-        """Release the host memory after the copy; keep an evicted expert that was copied back."""
+        """Release the copied expert's host memory; keep the expert that was copied back, if any."""
         self.let_go()
         if self.back is not None:
             self.back.keep()
@@ -152,7 +152,7 @@ class CudaCopyEngine:
         events.clear()
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Queue needed copies, several per driver call; hold prefetches until `flush`."""
+        """Queue copies now if a layer needs them (`is_needed`), else hold them until `flush`."""
         if not is_needed:
             self._kept += [self._job(copy, is_ahead=True) for copy in copies]
             return
@@ -173,13 +173,13 @@ class CudaCopyEngine:
             self._take(come, self._stream_ahead)
 
     def _has_come(self, job: _Job) -> bool:
-        """Tell whether a copy's expert is in host memory; if not, try to start its read."""
+        """Tell whether a copy's expert is in host memory; if not, start its read if possible."""
         if job.held is None:
             job.held = self._store[job.copy.layer].try_hold(job.copy.expert)
         return job.held is not None and job.held.has_come()
 
     def _take(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue `jobs`, which must be held, and hold them no longer."""
+        """Queue `jobs`, which must be held copies, on a stream; they are held no longer."""
         for job in jobs:
             self._kept.remove(job)
         self._queue(jobs, stream)
@@ -192,9 +192,9 @@ class CudaCopyEngine:
         return self.slots.begin_use(slots, keys, self._fill)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
-        """Return (layer, expert, time) of copies that ended since the last call; then `flush`.
+        """Return (layer, expert, time) of each copy that has ended since the last call.
 
-        Never waits.
+        Also calls `flush`. Never waits.
         """
         arrived = []
         for queue in self._under_way.values():
@@ -213,7 +213,10 @@ class CudaCopyEngine:
         return arrived
 
     def cancel(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Cancel held copies of a layer; return their experts. Queued copies are completed."""
+        """Cancel held copies of a layer's `experts`; return the experts of the cancelled copies.
+
+        Copies that are already queued go on.
+        """
         cancelled = [
             job for job in self._kept if job.copy.layer == layer and job.copy.expert in experts
         ]
@@ -224,7 +227,7 @@ class CudaCopyEngine:
         return [job.copy.expert for job in cancelled]
 
     def drain(self) -> None:
-        """Queue all copies and wait for them."""
+        """Queue all held copies, and wait until every queued copy has ended."""
         self._take(list(self._kept), self._stream_ahead)
         for queue in self._under_way.values():
             if queue:
@@ -244,7 +247,7 @@ class CudaCopyEngine:
         self._events.clear()
 
     def _queue(self, jobs: Sequence[_Job], stream: Stream) -> None:
-        """Queue copies on a stream, in groups of as many experts as host slots can hold at once.
+        """Queue copies on a stream: together, or in several groups if host slots run out.
 
         Waits for experts that must be read from a disk.
         """
@@ -261,7 +264,7 @@ class CudaCopyEngine:
         self._copy(held, stream)
 
     def _held_in_turn(self, copy: Copy) -> HeldExpert:
-        """Hold an expert in host memory; wait for queued copies until one releases a host slot."""
+        """Return the expert of `copy`, held in host memory; waits until a host slot is free."""
         layer, held = self._store[copy.layer], None
         for job, done in chain(*self._under_way.values()):
             if job.held is not None:
@@ -310,14 +313,14 @@ class CudaCopyEngine:
             slots.land(job.copy.slot, job.generation)
 
     def _taken_back(self, key: int) -> HeldExpert | None:
-        """Return the host memory to which an evicted expert is copied back; None if it is not."""
+        """Return host memory for copying back the evicted expert `key`; None: it is not copied."""
         if key == NOTHING:
             return None
         layer, expert = self._geometry.expert_id(key)
         return self._store[layer].take_back(expert)
 
     def _fill(self, claims: Sequence[Claim]) -> None:
-        """Queue held copies into claimed slots; the compute stream waits for all claimed slots."""
+        """Queue held copies into claimed slots; the compute stream waits for all copies there."""
         claimed = [job for job in self._kept if (job.copy.slot, job.generation) in claims]
         if claimed:
             self._take(claimed, Stream.FETCH)

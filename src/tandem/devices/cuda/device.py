@@ -51,8 +51,8 @@ class CudaDevice(Device):
     ) -> None:
         """Take a GPU's streams, and the kernels that compute its batches.
 
-        `pin` pins at most `pin_limit_bytes` of host memory; None: no limit. `on_busy` receives each
-        batch's seconds once they are known, while `is_watched` returns True.
+        `pin` pins at most `pin_limit_bytes` of host memory; None: no limit. `on_busy` receives the
+        seconds of each batch that is launched while `is_watched` returns True, once they are known.
         """
         self.streams = streams
         self.events = SlotEvents()
@@ -103,7 +103,7 @@ class CudaDevice(Device):
         return True
 
     def download(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return copies on the host. This is the layer's only wait."""
+        """Return copies of `tensors` on the host; a layer waits for the GPU only here."""
         streams = self.streams
         self._num_downloads += 1
         arena = self._downloads[self._num_downloads % _DOWNLOADS_KEPT]
@@ -124,12 +124,12 @@ class CudaDevice(Device):
         return hosts
 
     def add_busy(self, seconds: float) -> None:
-        """Report the seconds of work that other code has launched on the compute stream."""
+        """Report to `on_busy` the seconds of work that other code has run on the compute stream."""
         if self._on_busy is not None:
             self._on_busy(seconds)
 
     def forget_rows(self) -> None:
-        """Wait for the device, and forget the memory of rows; the next layer call allocates it."""
+        """Wait for the device; the next layer call allocates new `rows` and `host_rows`."""
         self._batches.clear()
         with contextlib.suppress(RuntimeError):
             self.streams.synchronize()
@@ -233,7 +233,7 @@ class PinnedArena:
     """Pinned memory that is handed out in parts and taken back as a whole."""
 
     def __init__(self, streams: CudaStreams) -> None:
-        """Allocate pinned memory through `streams` on first use."""
+        """Take the streams, which allocate the pinned memory on first use."""
         self._streams = streams
         self._memory: Tensor | None = None
         self._used_bytes = 0

@@ -33,7 +33,7 @@ class HostEmbedding(nn.Module):
 
     @property
     def on_host(self) -> ModelPart:
-        """The embeddings, on the CPU."""
+        """The model's own embeddings, on the CPU."""
         return self._on_host[0]
 
     def rows(self, ids: Sequence[int]) -> Tensor:
@@ -99,7 +99,7 @@ class StepRows:
             self._twin = HostTwin(self.memory)
 
     def upload(self, ids: Sequence[int]) -> None:
-        """Queue the copy of the embeddings of a step's tokens to `memory`, if there is memory."""
+        """Queue the copy of a step's embeddings to `memory`; a no-op if `memory` is None."""
         if self._source is not None and self.memory is not None:
             self._twin.upload(self._source.rows(ids)[:, None])
 

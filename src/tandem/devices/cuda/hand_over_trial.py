@@ -1,8 +1,8 @@
 """Finds a way for a GPU and the host to signal each other, and times handing a layer over.
 
-Uses layers of one token in a mailbox of their own. In one graph of many layers, no layer misses an
-expert, so that nothing waits. In another graph each layer misses an expert, and a host thread
-answers as soon as it sees the doorbell.
+The trial hands over layers of one token, through a mailbox of its own. In one graph of many layers,
+no layer misses an expert, so that nothing waits. In another graph each layer misses an expert, and
+a host thread answers as soon as it sees the doorbell.
 """
 
 import contextlib
@@ -43,16 +43,16 @@ class TrialLimits:
     """The number of experts of the router that is run ahead in the timed graph."""
     doorbell_seconds: float = 10.0
     come_seconds: float = 2.0
-    """Time limit for the first hand-over."""
+    """Time limit for each wait of `Trial.works`."""
 
 
 LIMITS = TrialLimits()
 
 
 def find_signals(streams: CudaStreams, limits: TrialLimits | None = None) -> Signals | None:
-    """Return the faster way of signalling between a GPU and the host that works in a graph.
+    """Return the fastest way to signal between a GPU and the host among those that work in a graph.
 
-    Returns None if neither way works, or if Triton is missing.
+    Returns None if no way works, or if Triton is missing.
     """
     if importlib.util.find_spec("triton") is None:
         return None
@@ -98,8 +98,9 @@ def graph_costs(
 ) -> HostCosts:
     """Return the host costs of steps that are one graph.
 
-    `fetch_seconds` are the seconds of a fetched expert's launch, which prompts still need. Without
-    `make_capture` the layers are queued one by one, as on a CPU twin.
+    `fetch_seconds` is the time to launch a fetched expert; it becomes part of the result, because
+    prompts are not computed in one graph. Without `make_capture` the layers are queued one by one,
+    as on a CPU twin.
     """
     trial = Trial(signals, streams, hidden_size, make_capture, limits)
     of_hits, of_misses = trial.layer_seconds(_NO_EXPERT), trial.answered_seconds()
@@ -190,7 +191,7 @@ class Trial:
         self._is_lost = False
 
     def works(self) -> bool:
-        """Hand layers over, also in a graph if there is `make_capture`; return whether all arrive.
+        """Tell whether hand-overs work, in a graph too if there is `make_capture`.
 
         Waits for a limited time. The host always sets the word that the stream waits for, even
         after a failure.
@@ -284,10 +285,10 @@ class Trial:
         self._done.fill_(1)
 
     def _once(self, launch: Callable[[], None], expert: int) -> float:
-        """Launch the layers and return their seconds; the stream is free then, even after an error.
+        """Call `launch`, which queues layers; return the seconds until they are done.
 
-        With the expert `_ABSENT`, a thread answers the layers. Raises `RuntimeError` if a signal
-        does not arrive.
+        If their `expert` is `_ABSENT`, a thread answers the layers. Raises `RuntimeError` if a
+        signal does not arrive; no layer waits any more then.
         """
         self._words.zero_()
         is_over = threading.Event()
@@ -320,7 +321,7 @@ class Trial:
             words[16] = 1
 
     def _let_go(self, is_over: threading.Event) -> None:
-        """Release the device from all remaining waits, until `is_over`."""
+        """Record that a signal was lost; answer all remaining layers until `is_over` is set."""
         self._is_lost = True
         while not is_over.is_set():
             self._done.fill_(1)

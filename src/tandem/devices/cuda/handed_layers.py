@@ -1,13 +1,13 @@
-"""Queues a layer inside a captured step, whose misses the host computes; the host does not wait.
+"""Queues the layers of a captured step. The host computes their misses; queueing never waits.
 
     publish -> doorbell -> hits (vector kernels) -> wait for `done` -> combine
 
 Where the host may fetch misses, the vector kernels are launched a second time for the fetched
 experts, between the wait and combine.
 
-`HandedLayers` takes the place of `ResidentLayers`, so that the whole step is one graph. The host's
-side is the coordinator (docs/decisions/0016-coordinator.md), with which it shares the mailbox and
-the table of addresses.
+`HandedLayers` takes the place of `ResidentLayers`, so that the whole step is one graph. It shares
+the mailbox and the table of addresses with the coordinator (docs/decisions/0016-coordinator.md),
+which is the host's side.
 """
 
 from collections.abc import Sequence
@@ -60,8 +60,8 @@ class HandedLayers:
     def serves(self, layer: int, functions: ExpertFunctions, index: Tensor) -> bool:
         """Tell whether a layer can be handed over.
 
-        It must be packed in its inputs' own order, with a native activation and without a norm
-        after it, and have at most `MAX_GRAPH_TOKENS` tokens.
+        Its weights must be packed with inputs in their original order. It must have a native
+        activation, no norm after it, and at most `MAX_GRAPH_TOKENS` tokens.
         """
         host = self._store[layer]
         is_plain = functions.native is not None and functions.post_norm is None
@@ -71,7 +71,7 @@ class HandedLayers:
     def take_router_input(self, layer: int, hidden: Tensor) -> None:
         """Keep the input of a layer's router, (n_tokens, hidden_size), until the layer is queued.
 
-        The next layer's router is run ahead on it.
+        The next layer's router is run ahead on this input.
         """
         if layer < len(self._routers) and self._routers[layer] is not None:
             self._router_inputs[layer] = hidden.contiguous()
@@ -126,7 +126,7 @@ class HandedLayers:
         )  # fmt: skip
 
     def _tensors(self, layer: int, hidden: Tensor, pairs: int) -> handing.MailboxTensors:
-        """Return a layer's mailbox as tensors of host memory, for `pairs` routed tokens."""
+        """Return a layer's part of the mailbox as host tensors, for `pairs` routed tokens."""
         box, start = self._box, layer * self._box.layer_bytes
 
         def part(offset: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -2,8 +2,8 @@
 
     begin     the host's table, already without the experts that plans evict, is copied to the
               device
-      -> the graph: each layer is handed over; it consists of kernels alone, so that its launch
-                 costs little
+      -> the graph: consists of kernels alone, so that its launch costs little; each layer is
+                 handed over
       -> finish  all layers have been answered; the GPU may still compute what follows the layers
 
 While a step runs, the copying thread also writes entries of the device's table, if the driver
@@ -47,7 +47,7 @@ _SPINNING_SECONDS = 5e-3  # longer than a step's output head takes
 
 
 class HandedSteps(CapturedSteps):
-    """The captured steps of an expert cache on a GPU, for tokens of one dtype."""
+    """Runs captured steps on a GPU; one object serves one expert cache and one dtype of tokens."""
 
     def __init__(
         self,
@@ -65,10 +65,9 @@ class HandedSteps(CapturedSteps):
     ) -> None:
         """Start the coordinator's threads; `experts` compute the hits.
 
-        `routers` are the routers of all layers but the first, if they can be run ahead; a layer
-        whose entry is None has no such router. `library` is the driver library, whose functions
-        copy experts; None: slots are in host memory. Raises `RuntimeError` if the library lacks a
-        function.
+        `routers` has an entry for each layer but the first: its router, or None if that router
+        cannot be run ahead. `library` is the driver library, whose functions copy experts; None:
+        slots are in host memory. Raises `RuntimeError` if the library lacks a function.
         """
         geometry, streams = cache.geometry, device.streams
         shape = geometry.num_layers, geometry.num_experts
@@ -131,7 +130,7 @@ class HandedSteps(CapturedSteps):
         return self._routers if self.asks(size) else ()
 
     def _mailbox(self, size: int) -> tuple[_native.MailboxLayout, Tensor]:
-        """Return a new mailbox for steps of `size` tokens, with its memory, all zeros."""
+        """Return the layout of a mailbox for steps of `size` tokens, and new memory of zeros."""
         geometry, kind = self._cache.geometry, TOKEN_DTYPES[self._dtype]
         box = _native.MailboxLayout(
             geometry.num_layers, size, geometry.top_k, self._hidden_size, kind
@@ -158,7 +157,10 @@ class HandedSteps(CapturedSteps):
         layers.launch_once(hidden, geometry.top_k)
 
     def begin(self, size: int, known: Sequence[LayerLoad] = ()) -> None:
-        """Begin a step of `size` tokens, before its graph is launched; `known` are known loads."""
+        """Begin a step of `size` tokens; call this before its graph is launched.
+
+        `known` are the step's known loads.
+        """
         number, _ = self._layers[size]
         # The known loads depend on the last step's tokens, so that step has ended.
         if known and self._end is not None:
@@ -220,10 +222,11 @@ def handed_steps(
     bytes_per_second: float | None,
     routers: Sequence[LookAheadRouter | None] | None = None,
 ) -> HandedSteps | None:
-    """Return captured steps that hand layers over; None if GPU and host cannot hand over here.
+    """Return the object that runs captured steps; None if layers cannot be handed over.
 
-    Steps then run as graph segments, and a warning says why. Also None, without a warning, if the
-    device has no kernels for grouped experts. `routers` is as in `HandedSteps`.
+    If GPU and host cannot signal each other, a warning says so. There is no warning if the device
+    has no kernels for grouped experts. In both cases steps run as graph segments. `routers` is as
+    in `HandedSteps`.
     """
     experts, is_gpu = device.grouped_experts, device.streams.device.type == "cuda"
     if experts is None:

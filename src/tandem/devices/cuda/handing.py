@@ -40,7 +40,7 @@ class WaitWords(NamedTuple):
 
 
 class MailboxTensors(NamedTuple):
-    """One layer's mailbox, and the tensors that all layers share: `hidden`, `results`, `waits`."""
+    """One layer's part of a mailbox; all layers share `hidden`, `results` and `waits`."""
 
     doorbell: Tensor  # (1,) int32
     done: Tensor  # (1,) int32
@@ -56,7 +56,7 @@ class MailboxTensors(NamedTuple):
 
 
 class NextRouter(NamedTuple):
-    """The next layer's router, and its input."""
+    """The next layer's router, and the input on which it is run ahead."""
 
     router: LookAheadRouter
     hidden: Tensor  # (n_tokens, hidden_size), what this layer's router has read
@@ -78,10 +78,10 @@ def hand_over_layer(
     """Queue a whole layer; return the tensor that will hold its result, of the shape of `hidden`.
 
     `address_of` is (num_experts,) int64, 0 for experts that are not resident. `hits(addresses,
-    rows)` queues the computation of the experts at `addresses` (n_tokens * top_k,) into `rows`; 0
-    is no expert. If the host `fetches` misses meanwhile, `hits` is called again for the fetched
-    experts, after the wait. The next layer's likely choice (by `next_router`) is published after
-    the doorbell.
+    rows)` must queue the computation of the experts at `addresses` (n_tokens * top_k,) into `rows`,
+    and skip addresses of 0. With `fetches` the host may fetch misses meanwhile; after the wait,
+    `hits` is called again, for the fetched experts. The choice that `next_router` predicts for the
+    next layer is published after the doorbell.
     """
     inside = signals.wait_seconds
     addresses = publish(box, address_of, hidden, index, weights, rings=inside > 0)
@@ -132,7 +132,10 @@ def publish(
 def publish_guess(
     box: MailboxTensors, next_router: NextRouter, index: Tensor, num_experts: int
 ) -> None:
-    """Publish the next layer's likely choice; `index` is this layer's own choice."""
+    """Publish the next layer's likely choice, for all tokens but padding tokens.
+
+    `index` is this layer's choice, in which padding tokens have no expert.
+    """
     (weight, bias, residual, scoring), hidden = next_router
     num_tokens, num_cols = hidden.shape
     scores = torch.empty(num_tokens, len(weight), dtype=torch.float32, device=index.device)
@@ -191,10 +194,11 @@ def combine(
     layer: int,
     wait_seconds: float,
 ) -> None:
-    """Queue the sum of the GPU's and the host's rows to `out`, in the order of the router's choice.
+    """Queue the weighted sum of each token's results from GPU and host; it is written to `out`.
 
-    Unless `wait_seconds` is 0, the kernel itself waits for the host, at most this long. As on the
-    CPU, multiplications and additions are not fused. See `hand_over.combine`.
+    Results are added in the order of the router's choice; as on the CPU, multiplications and
+    additions are not fused. Unless `wait_seconds` is 0, the kernel itself waits for the host, for
+    at most `wait_seconds`. See `hand_over.combine`.
     """
     num_tokens, num_cols = out.shape
     hand_over.combine[-(-num_cols // _COMBINE_COLS), num_tokens](

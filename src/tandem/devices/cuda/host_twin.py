@@ -18,7 +18,7 @@ class HostTwin:
         self._copied: torch.cuda.Event | None = None
 
     def upload(self, values: Sequence[object] | Tensor) -> None:
-        """Queue the copy of `values` to the target; there must be as many as the target has."""
+        """Queue the copy of `values` to the target; both must have the same number of elements."""
         # Waits only after an error; otherwise a step has waited for this copy.
         if self._copied is not None:
             self._copied.synchronize()
@@ -33,6 +33,6 @@ class HostTwin:
 
 
 def on_its_way(numbers: Sequence[object], device: torch.device) -> Tensor:
-    """Return numbers as a host tensor; for a GPU it is pinned, so that the copy does not wait."""
+    """Return `numbers` as a host tensor, pinned for a GPU so that its copy there does not wait."""
     host = torch.tensor(numbers, device="cpu")
     return host.pin_memory() if device.type == "cuda" else host

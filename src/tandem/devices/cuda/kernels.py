@@ -45,14 +45,14 @@ class TorchKernels:
         return ()
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
-        """Do the host's part of a batch, whose experts are in `use`; return what is left to do."""
+        """Return `batch`, ready to launch; `use` has the memory of the batch's experts."""
         images = use.images()
         return Prepared(batch.token, lambda token: compute_in_torch(batch, token, images))
 
     def add_rows(self, rows: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Write sum over k of weight * row, k ascending, to `out`; a `row_of` of -1 adds nothing.
+        """Write each token's sum of `weights[k] * rows[row_of[k]]`, k ascending, to `out`.
 
-        All tensors are on the device.
+        A `row_of` of -1 adds nothing. All tensors must be on the device.
         """
         padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # -1 selects the row of zeros
         total = torch.zeros_like(out, dtype=torch.float32)
@@ -104,7 +104,7 @@ class TritonKernels:
         ]
 
     def prepare(self, batch: ExpertBatch, use: WeightSource) -> Prepared:
-        """Build a batch's table of expert addresses and routed tokens; return it and its launch."""
+        """Return a batch ready to launch, with its table of expert addresses and routed tokens."""
         from tandem.triton_kernels.rows import row_table
 
         layer, functions = batch.layer, batch.functions
@@ -139,7 +139,10 @@ DeviceKernels = TorchKernels | TritonKernels
 
 
 def best_kernels(gpu: Gpu | None = None) -> DeviceKernels:
-    """Return Triton kernels for a GPU; if Triton is missing, warn and return torch's kernels."""
+    """Return Triton kernels for a GPU; if Triton is missing, warn and return torch's kernels.
+
+    None stands for a GPU whose matrix units Triton can use.
+    """
     if importlib.util.find_spec("triton") is None:
         warnings.warn(
             "Triton is not installed, so the GPU computes experts with torch, many times slower; "

@@ -1,4 +1,4 @@
-"""Linear layers with packed weights on a GPU, which decode steps read without unpacking."""
+"""Linear layers on a GPU whose weights are packed; decode steps do not unpack them."""
 
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -34,7 +34,7 @@ class DeviceLinear(nn.Module):
         self.num_groups = 1
 
     def cut(self, num_groups: int) -> None:
-        """Split the weight's rows into groups, each with its own input; torch multiplies them."""
+        """Split the weight's rows into groups; `forward` then takes an input for each group."""
         self.num_groups = num_groups
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,14 +59,14 @@ class DeviceLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias, for code that asks whether the layer has one."""
+        """A copy of the bias in host memory; None if the layer has no bias."""
         return self.on_host().bias if self.packed.has_bias else None
 
     @cached_property
     def unpacked(self) -> Tensor:
         """The unpacked weight (out_features, in_features) on the device, unpacked on first use.
 
-        Code that multiplies by head or by group uses it.
+        For code that multiplies the weight's heads or groups separately.
         """
         values = self.on_host().values()
         if self.input_order is not None:
@@ -87,7 +87,7 @@ class DeviceLinear(nn.Module):
 def linear_compilations(model: nn.Module, device: torch.device) -> list[Callable[[], None]]:
     """Return callables that compile the kernels of a model's packed linear layers.
 
-    They serve any number of tokens.
+    The compiled kernels serve any number of tokens.
     """
     from tandem.triton_kernels.rows import TILE_ROWS, VECTOR_TOKENS
 

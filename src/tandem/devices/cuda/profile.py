@@ -1,8 +1,8 @@
 """Measures the costs of a GPU and its link: the GPU's part of a `HardwareProfile`, in seconds.
 
-GPU times leave out the host (events after a pause), with experts in the GPU's memory and not in its
-L2 cache. Link times are the times of pinned copies, alone and while the CPU computes. All are
-measured with the model's own experts, several at a time.
+GPU times are taken between events after a pause, so that they exclude the host's work; experts are
+read from the GPU's memory, not from its L2 cache. Link times are the times of pinned copies, alone
+and while the CPU computes. All are measured with the model's own experts, several at a time.
 
 The host's work for a layer is measured separately, as `HostCosts`, because the GPU waits for it:
 
@@ -57,7 +57,7 @@ class _Held(NamedTuple):
         return self.memory
 
     def addresses(self) -> Sequence[int]:
-        """Return the memory's addresses."""
+        """Return the addresses of the experts' memory."""
         return [memory.data_ptr() for memory in self.memory]
 
 
@@ -70,9 +70,9 @@ def measure_device(
     """Return a profile with measured costs of the GPU, the link and the host's work.
 
     The CPU's costs are unchanged. In `profile` the dense parts must already be measured on the GPU,
-    and the host costs of a layer must be its wait for the router's choice. The store should be
-    pinned. `graph` gets the seconds of a fetched expert's launch, and returns the host costs of
-    steps that are one graph; None: no step is one graph.
+    and `layer_seconds` of its host costs, if any, must be a layer's wait for the router's choice.
+    The store should be pinned. `graph` gets the seconds of a fetched expert's launch, and returns
+    the host costs of steps that are one graph; None: no step is one graph.
     """
     bench = _Bench(device, experts)
     (shape,) = profile.shapes
@@ -106,7 +106,7 @@ def measure_device(
 
 
 class _Bench:
-    """Runs batches and copies of one layer's experts."""
+    """Times batches of the first layer's experts, and copies of experts of all layers."""
 
     def __init__(self, device: CudaDevice, experts: MeasuredExperts) -> None:
         store, geometry = experts.store, experts.geometry
@@ -127,7 +127,7 @@ class _Bench:
             copy_image(store, 0, self._first[place % len(self._first)], image)
 
     def gpu_table(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Return the seconds of one more expert in a batch, for each number of tokens."""
+        """Return the seconds that one more expert adds to a batch, for each number of `tokens`."""
         seconds: list[float] = []
         for count in tokens:
             one, many = self._batch_seconds(1, count), self._batch_seconds(self._several, count)
@@ -141,7 +141,10 @@ class _Bench:
         return median(self._copy_seconds() for _ in range(REPETITIONS))
 
     def slowdowns(self, link: float) -> tuple[float, float]:
-        """Return the factors by which CPU and link slow each other down: (CPU, link), 1 or more."""
+        """Return how many times longer CPU work takes during copies, and copies during CPU work.
+
+        Both factors are 1 or more. `link` is the result of `link_seconds`.
+        """
         batch = self._batch(self._several, 1, torch.device("cpu"))
         alone = median(self._cpu_seconds(batch) for _ in range(REPETITIONS))
         computed = list[float]()
@@ -152,7 +155,7 @@ class _Bench:
         return max(1.0, median(computed or [alone]) / alone), max(1.0, copies / link)
 
     def _batch(self, num_experts: int, num_tokens: int, where: torch.device) -> ExpertBatch:
-        """Return a batch in which every expert has every token."""
+        """Return a batch of the first layer's experts on `where`; every expert has every token."""
         host, chosen = self._store[0], self._first[:num_experts]
         index = torch.tensor([list(chosen)] * num_tokens, device="cpu")
         routing = Routing(index, host.arrivals.num_experts)
@@ -191,7 +194,7 @@ class _Bench:
         return median(once() for _ in range(REPETITIONS))
 
     def hand_off(self) -> Tensor:
-        """Queue all work after the router's choice, for one token with resident experts."""
+        """Queue a layer's work after the router's choice, for one token; return its result."""
         streams, count = self._device.streams, min(self._several, self._top_k)
         index = torch.arange(count, device="cpu")[None]
         routing = Routing(index, self._store[0].arrivals.num_experts)
@@ -213,7 +216,7 @@ class _Bench:
         return self.host_seconds(launch)
 
     def upload_seconds(self) -> float:
-        """Return the seconds of copying the CPU's rows of one token and layer to the GPU; waits."""
+        """Return the seconds of copying the CPU's results of one token and layer to the GPU."""
         count = self._top_k
         host = self._device.host_rows(count, self._experts.hidden_size)
         there = self._device.rows(count, self._experts.hidden_size)
@@ -238,9 +241,10 @@ class _Bench:
 
 
 def _count_held(several: int, slot_bytes: int, device: CudaDevice) -> int:
-    """Return the number of experts to rotate over: at least `several`.
+    """Return how many experts to hold on the device and use in turn: at least `several`.
 
-    If it is larger than `several`, these experts fill at most half of the free memory.
+    More are held so that each has left the L2 cache before its next use, unless all of them would
+    fill more than half of the free memory.
     """
     num_more = math.ceil(CACHES_BETWEEN_USES * device.streams.cache_bytes() / slot_bytes)
     return max(several, min(several + num_more, device.memory().free_bytes // 2 // slot_bytes))

@@ -1,4 +1,4 @@
-"""Computes layers whose experts are all on the GPU, without a plan, a wait or work of the host.
+"""Computes layers whose experts are all on the GPU, without a plan and without waiting.
 
 In a step of few tokens, kernels look up the address of each routed token's expert and compute each
 routed token alone; an expert that several tokens share is then read from the GPU's L2 cache. Larger
@@ -51,9 +51,9 @@ class ResidentLayers:
         return self._is_packed and self._cache.planner.residency.has_every_expert()
 
     def serves(self, functions: ExpertFunctions) -> bool:
-        """Tell whether a layer can be computed here.
+        """Tell whether a layer with these `functions` can be computed without a plan.
 
-        The cache must be whole, and the layer must have a native activation and no norm after it.
+        `is_whole` must be true, and the layer must have a native activation and no norm after it.
         """
         return functions.native is not None and functions.post_norm is None and self.is_whole()
 
@@ -84,7 +84,7 @@ class ResidentLayers:
         return out
 
     def note(self, layer: int, top_k_index: Tensor) -> None:
-        """Queue the copy of a router's choice to the host; `noted` will report it."""
+        """Queue the copy of a router's choice to the host, from which `noted` makes an event."""
         streams = self._streams
         with torch.inference_mode(False):
             memory = streams.pinned(top_k_index.nbytes)
@@ -97,7 +97,10 @@ class ResidentLayers:
         self._noted.append((layer, host, streams.record(Stream.COMPUTE)))
 
     def noted(self, now: float) -> Iterator[LayerExecuted]:
-        """Yield one event for each noted layer; waits for the copies of the routers' choices."""
+        """Yield an event for each layer that `note` has been called for since the last call.
+
+        Waits for the copies of the routers' choices. `now` is the begin and end of each event.
+        """
         while self._noted:
             layer, chosen, come = self._noted.popleft()
             come.synchronize()
@@ -145,7 +148,7 @@ def resident_event(host: HostLayer, chosen: Tensor, now: float) -> LayerExecuted
 
 
 def each_row_alone(addresses: Tensor, num_tokens: int, top_k: int) -> GroupedRows:
-    """Return the groups for kernels in which every routed token is a group of its own.
+    """Return groups for the kernels: every routed token is a group of its own.
 
     `addresses` has the address of each routed token's expert.
     """
@@ -156,7 +159,7 @@ def each_row_alone(addresses: Tensor, num_tokens: int, top_k: int) -> GroupedRow
 
 @lru_cache(maxsize=64)
 def _row_tables(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the numbers of routed tokens, 0 to their count inclusive, and each one's token."""
+    """Return 0 to num_tokens * top_k inclusive, and the token of each routed token, as int32."""
     with torch.inference_mode(False):
         every = torch.arange(num_tokens * top_k + 1, dtype=torch.int32, device=device)
         return every, torch.div(every[:-1], top_k, rounding_mode="floor")

@@ -71,7 +71,7 @@ class StreamSignals(Signals):
         self._write(self._current_stream(), self._address_of(doorbell), 1, _AFTER_ALL)
 
     def wait(self, done: Tensor) -> None:
-        """Queue a wait of the stream until the word is 1."""
+        """Queue a wait of the stream until `done` is 1."""
         self._wait(self._current_stream(), self._address_of(done), 1, _EQUAL)
 
     def _address_of(self, word: Tensor) -> int:
@@ -100,7 +100,7 @@ class KernelSignals(Signals):
 
 
 def longest_wait(index: int, driver: Driver | None = None) -> float:
-    """Return how many seconds kernels on a GPU may wait: few if the driver may limit run times."""
+    """Return the seconds that kernels of a GPU may wait: few if the driver may limit run times."""
     driver = driver or open_driver()
     return WATCHED_SECONDS if driver is None or _has_timeout(driver, index) else LONGEST_SECONDS
 

@@ -45,7 +45,7 @@ class HostCopy(NamedTuple):
 
 
 class Event(Protocol):
-    """A position in a stream's order."""
+    """A position in the order of a stream's work."""
 
     def query(self) -> bool:
         """Tell without waiting whether everything before the event is done."""
@@ -62,10 +62,10 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 class CudaStreams:
-    """A real GPU, used through torch; it need not be torch's current device."""
+    """The streams, events and memory of one GPU, which need not be torch's current device."""
 
     def __init__(self, index: int = 0) -> None:
-        """Create the streams of a GPU; call `require_cuda` first."""
+        """Create the streams of GPU `index`; `require_cuda` must have been called before."""
         self.device = torch.device("cuda", index)
         self._batch_copy = find_batch_copy()
         self._fraction_before: float | None = None
@@ -76,7 +76,7 @@ class CudaStreams:
         }
 
     def run(self, stream: Stream, work: Work) -> None:
-        """Call `work` so that it queues on `stream` and allocates memory that is the stream's."""
+        """Call `work` with `stream` as the current stream, on which it queues and allocates."""
         if stream is Stream.COMPUTE:  # the current stream of this GPU
             with torch.cuda.device(self.device):
                 work()
@@ -85,9 +85,9 @@ class CudaStreams:
             work()
 
     def copy(self, stream: Stream, copies: Sequence[HostCopy]) -> None:
-        """Queue copies from or to the host on a stream, in any order; returns at once.
+        """Queue copies from or to the host on a stream; they may run in any order. Never waits.
 
-        One driver call queues all of them if that pays and the host memory is pinned.
+        One driver call queues all copies if that pays and every source is pinned host memory.
         """
         if self._batch_copy is not None and stream is not Stream.COMPUTE:
             batch = [
@@ -130,7 +130,7 @@ class CudaStreams:
         self.run(stream, lambda: spin_gpu(cycles))
 
     def seconds(self, stream: Stream, work: Work) -> float:
-        """Return the seconds that `work` takes on a stream, without the host's part; waits."""
+        """Return the GPU's seconds for `work` on a stream, without launches; waits for the work."""
         self.pause(stream, _TIMING_PAUSE_SECONDS)
         first = self.record(stream, is_timed=True)
         self.run(stream, work)
@@ -143,7 +143,7 @@ class CudaStreams:
         torch.cuda.synchronize(self.device)
 
     def memory(self) -> DeviceMemory:
-        """Return the memory of the device."""
+        """Return the GPU's total and free memory."""
         return memory_of(self.device)
 
     def limit(self, num_bytes: int | None) -> None:

@@ -1,1 +1,1 @@
-"""A device's expert cache: slots, copies and initial contents."""
+"""A device's expert cache, and the host slots: memory, copies, decisions, initial contents."""

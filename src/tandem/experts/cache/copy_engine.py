@@ -32,11 +32,11 @@ class CopyEngine(Protocol):
         """Queue copies; copies that a layer waits for (`is_needed`) precede queued prefetches."""
 
     def flush(self) -> None:
-        """Start submitted prefetches; to be called after the last of several `submit` calls."""
+        """Start submitted prefetches if the link has room; call this after the last `submit`."""
         return
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim `slots` for a batch about to be launched; they must be planned for `keys`."""
+        """Return a batch's claim on `slots`, whose planned contents must be the experts `keys`."""
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:
         """Return (layer, expert, end time in seconds) of copies that ended since the last call.
@@ -59,7 +59,7 @@ class VirtualCopyEngine(CopyEngine):
     """Copies with durations from a virtual clock; the bytes move when something waits for them."""
 
     def __init__(self, store: HostStore, slots: Slots, geometry: Geometry, clock: Clock) -> None:
-        """Prepare copies from `store` to `slots`; `clock` says when each ends."""
+        """Prepare copies from `store` to `slots`; `clock` says when each copy ends."""
         self.slots = slots
         self._store = store
         self._geometry = geometry
@@ -83,7 +83,7 @@ class VirtualCopyEngine(CopyEngine):
         self._claim_of[copy.layer, copy.expert] = claim
 
     def use(self, slots: Sequence[int], keys: Sequence[int]) -> SlotUse:
-        """Claim slots; bytes not yet copied into them move when the batch reads the slots."""
+        """Return a claim on `slots`; bytes of pending copies into them move when they are read."""
         return self.slots.begin_use(slots, keys, self._fill if self._pending else None)
 
     def arrivals(self) -> Iterable[tuple[int, int, float]]:

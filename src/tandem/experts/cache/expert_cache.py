@@ -89,11 +89,11 @@ class ExpertCache:
         return self.engine.slots.num_slots
 
     def set_sizes(self, num_slots: int) -> list[int]:
-        """Return the size of each set if the planner divided `num_slots` slots into its sets."""
+        """Return the sizes that the planner's sets would have in a cache of `num_slots` slots."""
         return self.settings.set_sizes(self.geometry, num_slots)
 
     def resident(self) -> list[int]:
-        """Return the keys of resident experts, the lowest score first; not of staged experts."""
+        """Return the keys of the ready experts that are not staged, lowest score first."""
         residency = self.planner.residency
         keys = [
             key
@@ -105,11 +105,11 @@ class ExpertCache:
         return sorted(keys, key=lambda key: (scores[key], key))
 
     def resize(self, num_slots: int, resident: Sequence[int] | None = None) -> None:
-        """Change the number of slots between steps; experts with the highest scores stay.
+        """Change the number of slots; the experts with the highest scores stay, as far as they fit.
 
-        If `resident` (keys) is given, those experts fill the new slots instead. If the device lacks
-        memory, the cache becomes as large as memory allows. If experts cannot be copied, the cache
-        is left empty and the error is raised.
+        Must be called between steps. If `resident` (keys) is given, those experts fill the new
+        slots instead. If the device lacks memory, the cache becomes as large as memory allows. If
+        experts cannot be copied, the cache is left empty and the error is raised.
         """
         keep = self.resident()[::-1] if resident is None else resident  # highest score first
         planner = self.planner
@@ -144,14 +144,14 @@ class ExpertCache:
             self.device.close()
 
     def submit(self, copies: Sequence[Copy], *, is_needed: bool) -> None:
-        """Give planned copies to the copy engine; prefetches (not `is_needed`) start at once."""
+        """Submit planned copies to the copy engine; unless a layer waits for them, flush it too."""
         self._under_way |= {(copy.layer, copy.expert) for copy in copies}
         self.engine.submit(copies, is_needed=is_needed)
         if copies and not is_needed:
             self.engine.flush()
 
     def tell_host(self) -> None:
-        """Tell the host slots which experts are on the device; host memory evicts these first."""
+        """Tell the host slots which experts are on the device; host slots evict these first."""
         slots = self.store.slots
         if slots is not None:
             slots.note_on_device(bytes(self.planner.residency.state))
@@ -165,7 +165,7 @@ class ExpertCache:
                 self.planner.copy_finished(layer, expert, seconds)
 
     def cancel_unused(self, layer: int, used: Sequence[int]) -> None:
-        """Cancel a layer's prefetches that have not begun, except of the experts in `used`."""
+        """Cancel the copies of a layer's experts outside `used`, except those that have begun."""
         stale = [e for at, e in self._under_way if at == layer and e not in used]
         if not stale:
             return

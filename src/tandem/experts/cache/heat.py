@@ -12,7 +12,7 @@ KEEP = 0.5
 
 
 class Heat:
-    """Counts each expert's tokens as a listener of an executor, and keeps them in a file."""
+    """Listens to an executor and counts each expert's tokens; `save` writes the heat to a file."""
 
     def __init__(self, geometry: Geometry, path: Path) -> None:
         """Begin with the heat of earlier runs in the file `path`; a damaged file is ignored."""
@@ -32,9 +32,10 @@ class Heat:
             counts[first + expert] += tokens
 
     def values(self) -> list[float]:
-        """Return each expert's share of this run's tokens plus `KEEP` times its earlier heat.
+        """Return each expert's heat: `KEEP` times its earlier heat, plus its share of this run.
 
-        Before this run's first token, return the earlier heat.
+        The share is of this run's routed tokens. Before the run's first token, the earlier heat is
+        returned unchanged.
         """
         now = np.array(self._counts, dtype=np.float64)
         total = now.sum()
@@ -44,7 +45,7 @@ class Heat:
         return [float(value) for value in KEEP * older + now / total]
 
     def save(self) -> None:
-        """Save the heat for the next run; does nothing if the file cannot be written."""
+        """Save the heat for the next run; no-op without counted tokens or if writing fails."""
         if not any(self._counts):
             return
         try:

@@ -28,7 +28,7 @@ class MemoryWatch:
         *,
         seconds: float = 1.0,
     ) -> None:
-        """Keep about `reserved_bytes` free, as far as the slots allow; check every `seconds`."""
+        """Start the thread: check every `seconds`, and keep about `reserved_bytes` free."""
         self._slots, self._free_bytes = weakref.ref(slots), free_bytes
         self._reserved, self._seconds = reserved_bytes, seconds
         self._share = 1.0
@@ -46,7 +46,7 @@ class MemoryWatch:
             del slots
 
     def look(self, slots: HostSlots) -> float:
-        """Check once, and shrink or grow the slots if necessary; return the share now in use."""
+        """Check once, and shrink or grow the slots if necessary; return the share in use."""
         free = self._free_bytes()
         if not _SHORT * self._reserved <= free <= _PLENTY * self._reserved:
             change = (free - self._reserved) / max(1, slots.resident_bytes)

@@ -20,10 +20,7 @@ from tandem.policy.residency import COPYING, NOWHERE, READY
 
 
 def native_costs(costs: CostTable, *, is_planned: bool = False) -> _native.Costs:
-    """Return a native copy of the present cost tables.
-
-    It is for planned steps if `is_planned`, else for steps in one graph.
-    """
+    """Return native costs, for planned steps if `is_planned`, else for steps in one graph."""
     first = costs.planned_first if is_planned else costs.cpu_first
     return _native.Costs(
         costs.cpu, costs.gpu, first, costs.link, costs.cpu_slowdown,
@@ -32,10 +29,10 @@ def native_costs(costs: CostTable, *, is_planned: bool = False) -> _native.Costs
 
 
 class NativeDecider:
-    """Makes decisions with the eviction policy `next-use` on one set of slots per layer."""
+    """Makes decisions natively, for the eviction policy `next-use` and one set per layer."""
 
     def __init__(self, plain: PlainDecider, eviction: next_use.NextUse) -> None:
-        """Share the state of `plain`, which still makes decisions that have no native form."""
+        """Share the state of `plain`, and pass on to it the decisions that have no native form."""
         self._plain, self._eviction = plain, eviction
         self._residency, self._link = plain.residency, plain.link
         self._take_costs()
@@ -51,7 +48,7 @@ class NativeDecider:
         self._most_tokens = len(costs.cpu) - 1
 
     def split(self, rule: Rule, layer: LayerNow, max_fetches: int) -> Split:
-        """Return which processor computes each active expert, by an assignment rule."""
+        """Return which processor computes each active expert, as the assignment `rule` chooses."""
         if rule.native is None:
             return self._plain.split(rule, layer, max_fetches)
         load, keys, states, now, places = layer
@@ -74,9 +71,9 @@ class NativeDecider:
     def entries(
         self, layer: LayerNow, split: Split, num_ahead: int, next_plan: float
     ) -> Iterable[tuple[int, int]]:
-        """Return (entering, leaving) keys for a layer's slots, best first.
+        """Return the experts that enter a layer's slots as (entering, leaving) keys, best first.
 
-        A leaving key is NOWHERE if the entering expert gets a free slot.
+        The leaving key is NOWHERE if the entering expert gets a free slot.
         """
         residency, (load, keys, states, now, _) = self._residency, layer
         staged = residency.members[residency.staging]
@@ -91,7 +88,7 @@ class NativeDecider:
         )  # fmt: skip
 
     def most_valued(self, layer: int, most: int) -> Sequence[int]:
-        """Return the keys of a layer's absent experts, the most valuable first, at most `most`."""
+        """Return up to `most` keys of a layer's absent experts, highest eviction value first."""
         first = self._residency.geometry.key(layer, 0)
         values = self._eviction.values(layer)
         return _native.most_valued(self._states(layer), values, first, most)
@@ -122,9 +119,10 @@ class NativeDecider:
         return pairs
 
     def known(self, load: LayerLoad, coming: Coming) -> tuple[int, Iterable[tuple[int, int]]]:
-        """Return how many prefetches pay for a known load, and (entering, leaving) keys to copy.
+        """Return how many experts of a known load are worth a copy, and the copies to start now.
 
-        A leaving key is NOWHERE for a free or staging slot.
+        Each copy is a pair of (entering, leaving) keys; the leaving key is NOWHERE for a free or
+        staging slot.
         """
         self._require(load)
         residency, layer = self._residency, load.layer
@@ -152,7 +150,7 @@ class NativeDecider:
             self._take_costs()
 
     def _late(self, first: int) -> list[int]:
-        """Return the experts with copies under way, of the layer whose first key is `first`."""
+        """Return a layer's experts that are being copied; `first` is the key of its expert 0."""
         end = first + self._residency.geometry.num_experts
         return [key - first for key in self._link.pending if first <= key < end]
 

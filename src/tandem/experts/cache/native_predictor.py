@@ -15,10 +15,10 @@ from tandem.policy.regression import SUM_OFFSET
 
 
 class NativePredictor:
-    """Predicts layers of planned steps; captured steps use `native` directly."""
+    """Predicts layers' experts in planned steps; captured steps call `native` directly."""
 
     def __init__(self, geometry: Geometry) -> None:
-        """Start with all experts equally likely."""
+        """Start without observations: all experts are equally likely."""
         self.native = _native.RegressionPredictor(
             geometry.num_layers,
             geometry.num_experts,
@@ -58,7 +58,7 @@ class NativePredictor:
         return Forecast(memoryview(scores).cast("I"), SUM_OFFSET, 1.0 / ONE, frequencies)
 
     def state(self) -> regression_predictor.PredictorState:
-        """Return the state that lasts from step to step, except the learned tables."""
+        """Learn from the last step; return the state kept between steps, without learned tables."""
         self.learn()
         before, counts, of_hints = self.native.state()
         return regression_predictor.PredictorState(

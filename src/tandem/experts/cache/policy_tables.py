@@ -1,4 +1,4 @@
-"""The policies' tables in native code, for live planning: the same results, but faster."""
+"""Native forms of the policies' tables, for live planning: the same results, but faster."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from tandem.policy.settings import Native, with_tables
 
 
 class _NextUseTable:
-    """See `tandem.policy.tables.NextUseTable`."""
+    """One layer's native table; implements `tandem.policy.tables.NextUseTable`."""
 
     def __init__(
         self, geometry: Geometry, layer: int, start: _native.RuleStart, span: next_use.Span
@@ -126,7 +126,7 @@ def native_step_policy(planner: Planner) -> _native.StepPolicy | None:
 
 
 def _graph_predictor(planner: Planner) -> tuple[_native.RegressionPredictor | None, int]:
-    """Return the predictor of captured steps (None: no prediction) and the factor of its hints."""
+    """Return captured steps' predictor (None: they predict nothing) and its hints' place value."""
     prediction = planner.prediction
     if not planner.predicting_sizes or not isinstance(prediction, NativePredictor):
         return None, 1
@@ -138,10 +138,11 @@ def _graph_predictor(planner: Planner) -> tuple[_native.RegressionPredictor | No
 def resident_lists(
     planner: Planner,
 ) -> tuple[bytes, list[int], list[list[int]], list[list[int]], list[int], list[int], list[int]]:
-    """Return a planner's residency as lists for the native policy; frees expired prefetches first.
+    """Free the slots of ready staged experts; return the residency for the native policy.
 
-    The lists are: state by key, slot by key, experts with a slot by layer, free slots by layer, the
-    ring's slots, keys of prefetched experts, and free staging slots.
+    The result: the state and the slot by key; by layer, the experts with slots and the free slots;
+    the ring's slots; the keys of staged experts, whose copies have not ended; the free staging
+    slots.
     """
     residency, experts = planner.residency, planner.geometry.num_experts
     residency.release_passed(planner.geometry.num_layers, ())

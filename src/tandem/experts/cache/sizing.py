@@ -1,4 +1,4 @@
-"""The memory that a user grants on a device, and how many slots fit in it; does not use torch."""
+"""How much of a device's memory Tandem may use, and how many slots fit in it; without torch."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ AUTO_MARGIN = 0.10
 
 
 class OutOfDeviceMemoryError(CapacityError):
-    """The device has no memory for a slot or a batch's workspace; callers shrink the cache."""
+    """The device lacks memory for slots or for a batch's workspace; callers shrink the cache."""
 
 
 class DeviceMemory(NamedTuple):
@@ -25,7 +25,7 @@ class DeviceMemory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """How much of a device's memory Tandem may use; both None: the free memory less a margin."""
+    """How much device memory Tandem may use; both fields None: the free memory less a margin."""
 
     num_bytes: int | None = None
     fraction: float | None = None

@@ -53,7 +53,7 @@ class SlotUse:
     __slots__ = ("_fill", "_slots", "claims")
 
     def __init__(self, slots: "Slots", claims: list[Claim], fill: FillSlots | None) -> None:
-        """Hold claims; `fill`, if given, is called with them before each wait for the contents."""
+        """Hold `claims`; `fill`, if given, gets them before each wait for the claimed contents."""
         self._slots = slots
         self._fill = fill
         self.claims = claims
@@ -115,7 +115,7 @@ class Slots:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that the slots take."""
+        """The bytes of device memory that all slots take."""
         return self.num_slots * self.slot_bytes
 
     def memory(self, slot: int) -> Tensor:
@@ -140,7 +140,10 @@ class Slots:
     def begin_use(
         self, slots: Sequence[int], keys: Sequence[int], fill: FillSlots | None = None
     ) -> SlotUse:
-        """Claim slots; their planned contents must be the experts `keys`."""
+        """Return a claim on `slots`, whose planned contents must be the experts `keys`.
+
+        `fill` is passed to the returned `SlotUse`.
+        """
         claims = []
         with self.changed:
             for slot, key in zip(slots, keys, strict=True):
@@ -174,7 +177,10 @@ class Slots:
             self.changed.notify_all()
 
     def adopt(self, slot: int, key: int) -> None:
-        """Record an expert that other code has copied into a slot whole and that no batch uses."""
+        """Record that other code has filled a slot with an expert.
+
+        No planned copy into the slot may be unfinished, and no batch may use the slot.
+        """
         with self.changed:
             assert self._landed[slot] == self._planned[slot], f"slot {slot} is being written"
             self._key[slot] = key

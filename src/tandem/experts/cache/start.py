@@ -36,7 +36,7 @@ def empty(geometry: Geometry, set_sizes: Sequence[int], heat: Sequence[float]) -
 
 
 def fill_sets(geometry: Geometry, set_sizes: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Return the keys of `order` for which their set still has room, in that order."""
+    """Return the keys of `order` in the same order, without those whose set is already full."""
     room = list(set_sizes)
     chosen = []
     for key in order:

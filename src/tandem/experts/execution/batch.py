@@ -24,7 +24,7 @@ class RoutedCall(NamedTuple):
         return self[1:]
 
     def detached(self) -> "RoutedCall":
-        """Return the call without gradients."""
+        """Return the call with detached tensors; the call itself if none requires gradients."""
         if not (self.hidden.requires_grad or self.top_k_weights.requires_grad):
             return self  # this check costs less than detaching
         layer, hidden, index, weights = self
@@ -67,7 +67,7 @@ class CallSide:
 
 @dataclass(slots=True)
 class ExpertBatch:
-    """Some experts of a layer with their routed tokens; its fields must not be changed.
+    """Experts of a layer that one processor computes, and their routed tokens. Read-only.
 
     Expert `experts[i]` has rows `begin[i]`..`begin[i + 1]` - 1 of the call. `token` and `out` have
     only this batch's rows: there, the expert's rows begin at `begin[i] - begin[0]`.
@@ -96,7 +96,7 @@ class ExpertBatch:
 
     @property
     def token(self) -> Tensor:
-        """The index of each routed token's token: (num_routed,) int32, on the host."""
+        """For each routed token, the index of its token: (num_routed,) int32, on the host."""
         return self.tokens[self.first_token : self.first_token + self.num_routed]
 
     @property

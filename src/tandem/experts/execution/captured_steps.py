@@ -94,7 +94,7 @@ class CapturedSteps:
         """Wait until all work on the device that reads slots has ended."""
 
     def begin_on(self, box: int, num_tokens: int, known: Sequence[LayerLoad] = ()) -> None:
-        """Begin a step of `num_tokens` tokens in one of the coordinator's mailboxes.
+        """Begin a step of `num_tokens` tokens in the coordinator's mailbox number `box`.
 
         Prefetches for the `known` loads start at once, because the device is not reading any slot
         yet.
@@ -113,7 +113,7 @@ class CapturedSteps:
     def finish(self, *, has_listeners: bool) -> None:
         """End a step whose layers have all been run or queued.
 
-        With `has_listeners`, the step is stored for `report`. That is a separate call, because
+        With `has_listeners`, the step is stored for `report`, which is a separate call, because
         reporting takes Python time, during which the next step can run.
         """
         assert self._num_tokens
@@ -221,8 +221,8 @@ class CapturedSteps:
     def _lend_slots(self, num_tokens: int) -> None:
         """Let the ring borrow the slots that this step's fetches may need.
 
-        It gets as many slots as a layer of recent steps needed. Experts that leave these slots lose
-        their entries in the device's table.
+        The ring gets as many slots as any layer of recent steps needed. Experts that leave these
+        slots lose their entries in the device's table.
         """
         ring = self._cache.planner.ring
         left = ring.begin_step(in_graph=True, may_fetch=self.fetches(num_tokens))
@@ -231,7 +231,7 @@ class CapturedSteps:
             self._load_policy()
 
     def _apply_step(self) -> dict[int, _Copies]:
-        """Tell the planner the step's decisions; return its copies by layer.
+        """Tell the planner the step's decisions; return the step's copies by layer.
 
         Copies that began before the first layer have the key -1. Prefetched experts that did not
         enter the cache are dropped with the step.

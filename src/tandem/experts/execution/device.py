@@ -35,7 +35,7 @@ class DeviceLostError(ExecutionError):
 
 
 class WholeCache(Protocol):
-    """Computes layers while all experts are resident, so the host needs no router's choice."""
+    """Computes layers while all experts are resident: the host need not know what routers chose."""
 
     def serves(self, functions: ExpertFunctions) -> bool:
         """Tell whether a layer with these functions can be computed now, without a plan."""
@@ -51,7 +51,7 @@ class WholeCache(Protocol):
         """Queue a layer on the device; return its result as `Executor.execute` does."""
 
     def note(self, layer: int, top_k_index: Tensor) -> None:
-        """Queue a copy of a layer's choice to the host, for an event that `noted` yields."""
+        """Queue a copy of a layer's choice to the host; `noted` will yield an event with it."""
 
     def noted(self, now: float) -> Iterator[LayerExecuted]:
         """Yield an event for each layer noted since the last call, once its choice has arrived."""
@@ -78,15 +78,15 @@ class Device(MemoryPool, Protocol):
         """Return host copies of the device's tensors in their present state, with one wait."""
 
     def forget_rows(self) -> None:
-        """Allocate new `rows` and `host_rows` at the next call.
+        """Give up the memory of `rows` and `host_rows`; the next call allocates new memory.
 
-        It is for failed calls, which may still write to the present memory.
+        To be called after a failed call, which may still write to the memory.
         """
         self.rows.forget()
         self.host_rows.forget()
 
     def launch(self, batch: ExpertBatch, use: SlotUse) -> None:
-        """Compute a batch after those launched before it; may return before it is done.
+        """Queue a batch behind those launched earlier; may return before it is computed.
 
         `batch.hidden` and `batch.out` are in the device's memory, `batch.token` on the host.
         The device must wait for `use.images()`, one image per expert, and call `use.end` when it

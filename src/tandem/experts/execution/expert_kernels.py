@@ -57,8 +57,8 @@ class ExpertKernels:
     def start(self, batch: ExpertBatch, source: WeightSource | None = None) -> "StartedWork":
         """Start a batch on the threads; the result's `finish` computes beside them and waits.
 
-        No other method may be called before `finish`. Batches that the native kernels do not
-        support are computed by `finish` alone.
+        No other method of this object may be called before `finish`. Batches that the native
+        kernels do not support are computed by `finish` alone.
         """
         begin = time.perf_counter() if self._on_busy else 0.0
         native = None

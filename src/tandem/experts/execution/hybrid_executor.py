@@ -59,7 +59,7 @@ class _Done(NamedTuple):
 
 
 class HybridExecutor(Executor):
-    """Computes layers, called in the model's order, by plans. Only `compute` is thread-safe."""
+    """Computes layers by plans, in the model's layer order. Only `compute` is thread-safe."""
 
     cache: ExpertCache
     device: Device
@@ -76,9 +76,9 @@ class HybridExecutor(Executor):
         self.cache, self.device = cache, device
         self._in_graph = in_graph
         self.look_ahead: Callable[[int], Sequence[Hint]] | None = None
-        """Called for each layer before it is planned; returns hints for the next layer."""
+        """Called before a layer is planned; returns hints for the next layer. None: no hints."""
         self.captured: CapturedSteps | None = None
-        """Computes small decode steps in CUDA graphs, without plans."""
+        """Runs decode steps of few tokens as captured steps, without plans; None: no such steps."""
         self._kernels = kernels
         self._turn = threading.Lock()
         self._announced: tuple[Sequence[int], bool] | None = None
@@ -184,9 +184,10 @@ class HybridExecutor(Executor):
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Return a context where a layer is learned from and reported at the next layer's call.
+        """Return a context that defers learning and reporting of a layer to the next layer's call.
 
-        The last layer follows when the context ends. Meanwhile the device computes queued work.
+        For the last layer, both happen when the context ends. Meanwhile the device computes queued
+        work.
         """
         self._is_deferring = True
         try:
@@ -318,7 +319,7 @@ class HybridExecutor(Executor):
             self._report(done)
 
     def _weights_to_read(self, top_k_weights: Tensor) -> Tensor | None:
-        """Return gate weights on the host; None if the eviction policy does not use them."""
+        """Return the gate weights, copied to the host; None if the eviction policy ignores them."""
         if not self.cache.planner.eviction.reads_weights:
             return None
         return self.device.download(top_k_weights)[0]
@@ -359,13 +360,13 @@ class HybridExecutor(Executor):
     def _prepare_result_of_host(
         self, call: LayerCall, step: _LayerStep, side: CallSide
     ) -> Callable[[], Tensor]:
-        """Return a function that sums on the host, which has all rows; it also uploads the sum."""
+        """Return a function that sums the rows on the host, where all are, and uploads the sum."""
         (weights,) = self.device.download(step.weights)
         result = call.prepare_result(side, weights, self._kernels.prepare_sum)
         return lambda: self._uploaded(result(), step)
 
     def _uploaded(self, result: Tensor, step: "_LayerStep") -> Tensor:
-        """Return the host's `result` where the model's state is, uploaded if that is a device."""
+        """Return `result` in the memory that holds the model's state; uploads it if necessary."""
         if step.hidden.device == result.device:
             return result
         out = torch.empty_like(step.hidden)

@@ -52,8 +52,8 @@ class LayerCall:
     ) -> Callable[[], Tensor]:
         """Return a function that returns the weighted sums (n_tokens, hidden_size).
 
-        It must not be called before all rows are on `side`. The fp32 additions are in the router's
-        order, first to last, so that either processor gives the same bits.
+        The function must not be called before all rows are on `side`. The fp32 additions are in the
+        router's order, first to last, so that either processor gives the same bits.
         """
         post_norm, dtype = self._functions.post_norm, side.hidden.dtype
         sum_rows = prepare_sum(self._rows.row_of, top_k_weights.float())
@@ -74,10 +74,10 @@ def _ordered(
     begin: Sequence[int],
     token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return a batch's inputs in activation order (GPTQ's), and each routed token's input index.
+    """Return a batch's inputs in activation order (GPTQ's), and the row of each routed token.
 
     The inputs (n_rows, hidden_size) have a row per routed token instead of per token, so the
-    indices are 0..n_rows - 1, int32. Inputs are copied; weights stay as in the checkpoint.
+    rows are 0..n_rows - 1, int32. Inputs are copied; weights stay as in the checkpoint.
     """
     counts = torch.tensor([begin[i + 1] - begin[i] for i in range(len(experts))], device="cpu")
     expert_of_row = torch.tensor(experts, device="cpu").repeat_interleave(counts)

@@ -1,6 +1,6 @@
 """What a captured step needs to run the next layer's router ahead: a product and its top-k.
 
-Before a bias is added, a scoring function may be applied to the products; it must be monotonic.
+Before a bias is added, a monotonic scoring function may be applied to the products.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ SCORINGS = ("", "sigmoid", "sqrtsoftplus")
 
 
 class LookAheadRouter(NamedTuple):
-    """A layer's router, to be run ahead on the previous layer's router input, on its device."""
+    """A layer's router, to be run on the previous layer's router input; both are on one device."""
 
     weight: Tensor  # (num_experts, hidden_size)
     bias: Tensor | None  # (num_experts,)

@@ -11,9 +11,10 @@ from tandem.policy.plan import LayerLoad
 
 
 class PassingExecutor(Executor):
-    """Forwards steps and calls to the wrapped executor. A subclass changes or observes the calls.
+    """Forwards steps and calls to the wrapped executor.
 
-    It overrides `before` or `after`. Direct calls are not forwarded.
+    A subclass overrides `before` to change calls, or `after` to observe them. Direct calls are not
+    forwarded.
     """
 
     needs_steps = True
@@ -60,7 +61,7 @@ class PassingExecutor(Executor):
         self.inner.settle()
 
     def repeat_step(self, num_tokens: int) -> None:
-        """Announce the repetition to the wrapped executor."""
+        """Announce to the wrapped executor that the last step's tokens are computed again."""
         self.inner.repeat_step(num_tokens)
 
     def deferring(self) -> AbstractContextManager[None]:

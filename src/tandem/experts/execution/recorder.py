@@ -28,7 +28,7 @@ Guesses = Callable[[int], Mapping[str, Tensor]]
 
 
 class _Step(NamedTuple):
-    """The layers' choices in one step; arrays are (n_tokens, ...)."""
+    """One step's tokens, and each layer's choice and guesses; arrays are (n_tokens, ...)."""
 
     ids: Array
     experts: list[Array]
@@ -47,10 +47,7 @@ class _Sequence(NamedTuple):
 
 
 class RoutingRecorder(PassingExecutor):
-    """An executor that records routers' choices, of one sequence or of a batch of sequences.
-
-    All sequences of a batch must have the same length.
-    """
+    """Records routers' choices for one sequence or a batch of sequences of equal length."""
 
     def __init__(
         self,

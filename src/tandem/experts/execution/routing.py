@@ -78,8 +78,9 @@ class Routing:
     def load(self, layer: int, top_k_weights: Tensor | None) -> LayerLoad:
         """Return the choice as a load for the planner.
 
-        It has no gate weights if `top_k_weights` is None or if the choice has padding. Otherwise,
-        they are rounded to fp16, as in a trace, so that a replay makes the same decisions.
+        The load has no gate weights if `top_k_weights` is None or if the choice has padding.
+        Otherwise, the weights are rounded to fp16, as in a trace, so that a replay makes the same
+        decisions.
         """
         if top_k_weights is None:
             return LayerLoad(layer, self.experts, self.tokens, (), self._routes())

@@ -13,7 +13,7 @@ class RowMemory:
     """Returns the same memory for each call, as large as the largest call so far."""
 
     def __init__(self, allocate: Callable[[int], Tensor] = torch.empty) -> None:
-        """Allocate with `allocate`, which takes a number of fp32 values."""
+        """Get memory from `allocate`, which takes a number of fp32 values and returns a tensor."""
         self._allocate = allocate
         self._memory: Tensor | None = None
         # The latest result, because every decode step asks for the same.

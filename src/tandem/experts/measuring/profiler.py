@@ -61,7 +61,7 @@ class MeasuredExperts:
 
 
 def experts_in_memory(store: HostStore) -> list[Sequence[int]]:
-    """Return each layer's experts that are in memory, or all its experts if too few are."""
+    """Return each layer's experts that are in memory; all its experts if too few are."""
     found: list[Sequence[int]] = []
     for layer in store:
         every = range(layer.arrivals.num_experts)
@@ -129,7 +129,7 @@ def with_emulated_gpu(profile: HardwareProfile, speed: float) -> HardwareProfile
 def with_timed_steps(
     profile: HardwareProfile, prompt_tokens: int, prompt_seconds: float, step_seconds: float
 ) -> HardwareProfile:
-    """Return the profile with dense times from timed steps: per layer, less the experts' time.
+    """Return the profile with dense seconds per layer from timed steps, minus the experts' time.
 
     `prompt_seconds` is the time of a step of `prompt_tokens` tokens, `step_seconds` of one token.
     """
@@ -146,17 +146,17 @@ def with_timed_steps(
 
 
 def experts_seconds(shape: ShapeCosts, tokens: int) -> float:
-    """Return the seconds that the CPU takes for a layer's experts, with `tokens` spread evenly."""
+    """Return the CPU's seconds for a layer's experts when `tokens` are spread evenly over them."""
     active = min(shape.num_experts, tokens * shape.top_k)
     each = interpolate(shape.tokens, shape.cpu_seconds, tokens * shape.top_k // active)
     return shape.cpu_first_expert_seconds + active * each
 
 
 def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProfile:
-    """Return the profile of the same machine with another link.
+    """Return the profile of the same machine with a link of `bytes_per_second`.
 
-    The bandwidth that the CPU leaves to copies stays the same, so the CPU does not slow down a link
-    that needs less.
+    The bandwidth that a computing CPU leaves to copies stays the same, so the CPU does not slow
+    down a link that needs less.
     """
     left = profile.link_bytes_per_second / profile.link_slowdown_while_computing
     shapes = tuple(
@@ -172,10 +172,11 @@ def with_link(profile: HardwareProfile, bytes_per_second: float) -> HardwareProf
 
 
 def seconds_each(one: float, many: float, several: int, least: float) -> float:
-    """Return the seconds of one more expert in a batch.
+    """Return the seconds that one more expert adds to a batch.
 
     A batch of one expert takes `one` seconds, a batch of `several` experts `many`. The result is at
-    least `least`, the seconds for fewer tokens, so that noise never makes the table fall.
+    least half of a batch's seconds per expert, and at least `least`, the result for fewer tokens,
+    so that noise never makes the table fall.
     """
     each = (many - one) / (several - 1) if several > 1 else one
     return max(each, many / several / 2, least)
@@ -237,7 +238,7 @@ class _Bench:
         return median(self._batch_seconds(num_experts, num_tokens) for _ in range(REPETITIONS))
 
     def cpu_tables(self) -> tuple[tuple[int, ...], tuple[float, ...], float]:
-        """Return (token counts, seconds of one more expert by count, surcharge of the first)."""
+        """Return token counts, seconds per further expert by count, extra seconds of the first."""
         several = self._experts.num_at_once
         tokens: list[int] = []
         seconds: list[float] = []

@@ -15,7 +15,7 @@ class Extent(NamedTuple):
 
 
 class HeldExpert:
-    """An expert whose bytes stay in place until `let_go`; a `with` statement first waits for them.
+    """An expert whose bytes stay in place until `let_go`; entering a `with` body waits for them.
 
     An expert without a host slot is in memory permanently.
     """
@@ -36,9 +36,9 @@ class HeldExpert:
             self._slot.wait()
 
     def keep(self) -> None:
-        """Keep in host memory an expert that was taken back from a device.
+        """Offer an expert that was taken back from a device to the host slots' eviction policy.
 
-        Must be called only once its bytes have arrived. The eviction may still refuse the expert.
+        Must be called only once the expert's bytes have arrived. The policy may refuse the expert.
         """
         if self._slot is not None:
             self._slot.keep()

@@ -13,7 +13,7 @@ from tandem.hardware.windows import memory_advice, wsl_version
 
 
 def available_bytes() -> int:
-    """Return the memory that programs can still take without swapping."""
+    """Return the bytes that this process can still take without swapping."""
     limits = [memory_left(ROOT)]
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -25,7 +25,7 @@ def available_bytes() -> int:
 
 
 def process_bytes() -> int:
-    """Return the memory that this process uses, including mapped files that it has read.
+    """Return the bytes of memory that this process uses, with mapped files that it has read.
 
     On systems that do not report this, the result is the peak.
     """
@@ -37,7 +37,7 @@ def process_bytes() -> int:
 
 
 def peak_process_bytes() -> int:
-    """Return the peak memory of this process, including pages that it could give back."""
+    """Return this process's peak memory in bytes, including pages that it could give back."""
     try:  # not getrusage, which also counts the memory of the process that started this one
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -49,7 +49,7 @@ def peak_process_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Return the machine's total memory."""
+    """Return the bytes of the machine's whole memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

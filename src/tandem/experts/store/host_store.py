@@ -34,7 +34,7 @@ class HostStore:
         is_interleaved: bool = False,
         num_spare: int = 0,
     ) -> HostLayer:
-        """Announce the next MoE layer; its memory is allocated when its tensors arrive.
+        """Add the next MoE layer and return it; its memory is allocated when its tensors arrive.
 
         `shapes` are those of the fused tensors; `expert_dtype` None keeps the source's dtype. See
         `Arrivals` for `num_spare`.

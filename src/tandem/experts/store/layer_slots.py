@@ -1,4 +1,4 @@
-"""Reads the experts of a layer that is on the disk: from host slots, or from the disk into one."""
+"""Reads the experts of a layer that is on the disk: from a host slot, or from the disk into one."""
 
 import ctypes
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class LayerSlots:
     def hold(self, expert: int) -> HeldExpert:
         """Hold an expert in its slot, or read it into a slot; waits until a slot is free.
 
-        The calling thread must hold no other expert, unless that expert is released even while this
-        call waits; otherwise the call may wait forever.
+        The calling thread must hold no other expert, except one that is released even if this call
+        does not return; otherwise the call may wait forever.
         """
         return self._at(self.native.hold(self.number, expert))
 
@@ -34,7 +34,7 @@ class LayerSlots:
     def take_back(self, expert: int) -> HeldExpert | None:
         """Return a slot for the bytes of an expert that leaves a device; None if it gets no slot.
 
-        Call `keep` once the bytes have arrived; otherwise they are discarded at `let_go`.
+        The caller copies the bytes there and then calls `keep`; without it, `let_go` discards them.
         """
         held = self.native.take_back(self.number, expert)
         return None if held is None else self._at(held)

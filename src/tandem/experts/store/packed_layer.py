@@ -72,7 +72,7 @@ class PackedLayer:
         self.layout = _layout(arrivals, fmt, is_transposed=is_transposed)
         self.is_transposed = is_transposed
         self.input_order: Tensor | None = None
-        """The input index of each expert's columns: (num_experts, hidden_size)."""
+        """Each expert's input index by column: (num_experts, hidden_size); None: natural order."""
         self.slots: LayerSlots | None = None
         """The slots for experts on the disk; None: the buffers hold all experts."""
         self.importance: InputImportance | None = None
@@ -126,7 +126,7 @@ class PackedLayer:
     def put_codes(
         self, tensor_name: str, expert: int, coded: CodedMatrix, input_order: Tensor | None = None
     ) -> None:
-        """Store one expert's already quantised projection; each row of codes makes one output.
+        """Store one expert's already quantised projection; each row of codes is of one output.
 
         Column j of the codes belongs to input `input_order[j]`. For the second projection, the
         first projection's rows are put into that order; for the first, `LayerCall` orders the
@@ -199,7 +199,7 @@ class PackedLayer:
         return self.input_order
 
     def adopt(self, stored_name: str, tensor: Tensor) -> None:
-        """Use a packed checkpoint's buffers without a copy, or copy its input orders.
+        """Take a tensor of a packed checkpoint: the buffers without a copy, input orders by copy.
 
         The buffers may be a mapped file. Raises `ModelError` for another name, shape or dtype.
         """

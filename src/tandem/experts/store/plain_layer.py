@@ -14,7 +14,7 @@ from tandem.kernels.reference import ExpertWeights
 
 
 class PlainLayer:
-    """One tensor (num_experts, ...) per projection and bias, in the source's own orientation."""
+    """A layer's experts: a tensor (num_experts, ...) per projection and bias, as in the source."""
 
     def __init__(
         self, layer: int, arrivals: Arrivals, *, is_transposed: bool, dtype: torch.dtype | None

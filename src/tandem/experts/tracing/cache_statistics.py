@@ -21,7 +21,7 @@ class LayerCounts:
     prefetched: int = 0
     evicted: int = 0
     device_waited_seconds: float = 0.0
-    """Time that the device waited for the CPU, as planned."""
+    """The time that the device waits for the CPU, according to the plans."""
     cpu_waited_seconds: float = 0.0
 
     def __add__(self, other: "LayerCounts") -> "LayerCounts":

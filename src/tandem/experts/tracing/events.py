@@ -22,7 +22,7 @@ class LayerExecuted(NamedTuple):
     load: LayerLoad | None = None
     """The load that was planned; None without a planner."""
     plan: LayerPlan | None = None
-    """The plan that was executed."""
+    """The plan that was executed; None without a planner."""
     step_copies: tuple[Copy, ...] = ()
     """Prefetches issued at the beginning of the step; only in the event of its first layer."""
     begin_seconds: float = 0.0

@@ -44,7 +44,10 @@ def save_tiny_model(directory: Path) -> Path:
 
 
 def kernels() -> StageResult:
-    """Compare the kernels of each instruction set and format with the reference."""
+    """Compare the kernels of each instruction set and format with the reference.
+
+    Raises `ExecutionError` if they disagree.
+    """
     found, numbers = [], {}
     with TemporaryDirectory() as folder:
         checkpoint = open_model(save_tiny_model(Path(folder) / "tiny"), may_run_code=False)
@@ -83,7 +86,7 @@ def answer() -> StageResult:
 
 
 def logits_of(generator: Generator) -> torch.Tensor:
-    """Return the logits (1 + STEPS, vocabulary) of a prompt and of steps with given tokens."""
+    """Return the logits (1 + STEPS, vocabulary) of a fixed prompt and STEPS fixed tokens."""
     pool = generator.slot_pool(1, capacity=len(_PROMPT) + STEPS)
     logits = [pool.prefill({0: list(_PROMPT)}).float().cpu().view(1, -1)]
     tokens = ((17 * step) % VOCABULARY for step in range(STEPS))

@@ -1,7 +1,7 @@
 """The file of `tandem datapoint`: one machine as JSON, and its line in a table.
 
-It holds doctor's findings, a forecast with its measurement, and the hardware profile, which `tandem
-plan --profile` reads.
+The file holds doctor's findings, a forecast with its measurement, and the hardware profile, which
+`tandem plan --profile` reads.
 """
 
 import json
@@ -26,7 +26,10 @@ HOLDS = (
 
 
 def write_datapoint(path: Path, record: Record, seconds: float) -> None:
-    """Write the file atomically; raises `ConfigError` if the disk refuses."""
+    """Write the anonymous record atomically; raises `ConfigError` if the file cannot be written.
+
+    `seconds` is how long the measurements took.
+    """
     record = record.anonymous()
     profiles = [one.said.profile for one in record.speeds if one.said.profile is not None]
     speeds = [asdict(one) for one in record.speeds]
@@ -45,7 +48,7 @@ def write_datapoint(path: Path, record: Record, seconds: float) -> None:
 
 
 def _named(profile: HardwareProfile) -> HardwareProfile:
-    """Return a profile with a neutral name."""
+    """Return a profile named after its CPU and thread count, which identifies no machine."""
     return replace(
         profile, name=f"{profile.cpu}, {profile.cpu_threads} threads", source="tandem datapoint"
     )
@@ -53,7 +56,7 @@ def _named(profile: HardwareProfile) -> HardwareProfile:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One machine's forecast and measurement."""
+    """A row of the table of datapoints: one forecast on one machine, beside its measurement."""
 
     machine: str
     what: str
@@ -64,7 +67,7 @@ class Row:
 
     @property
     def line(self) -> str:
-        """The row of a Markdown table."""
+        """The row as a line of a Markdown table."""
         pairs = zip(self.forecast, self.measured, strict=True)
         cells = [
             f"{predicted:.1f}, {found:.1f} ({predicted / found - 1:+.0%})"
@@ -81,7 +84,10 @@ HEAD = (
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a datapoint; raises `FileFormatError` if the file is not a datapoint."""
+    """Return a row for each comparison that a datapoint file has.
+
+    Raises `FileFormatError` if the file is not a datapoint.
+    """
     try:
         found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         speeds = [one for one in found["speeds"] if one["state"] == "ok"]

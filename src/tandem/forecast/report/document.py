@@ -13,7 +13,7 @@ FIRST_LINE = "# Report of `tandem doctor`"
 
 
 def write_report(path: Path, record: Record) -> None:
-    """Write the file atomically; raises `ConfigError` if the disk refuses."""
+    """Write the anonymous record atomically; raises `ConfigError` if the file cannot be written."""
     record = record.anonymous()
     lines = [FIRST_LINE, "", *(f"- {version}" for version in record.versions), ""]
     lines += ["## This machine", "", *_findings(record.findings), ""]

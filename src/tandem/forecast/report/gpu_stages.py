@@ -35,7 +35,7 @@ _MOST_DIVERGENCE = 1e-3
 
 
 def gpu() -> StageResult:
-    """Describe the GPU and its driver."""
+    """Report the GPU's properties and the versions of torch, Transformers and Triton."""
     import triton
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -70,7 +70,7 @@ def _pin(streams: CudaStreams, host: Tensor) -> None:
 
 
 def pinned_copies() -> StageResult:
-    """Time copies from registered memory against pageable memory."""
+    """Time copies from pageable memory, and from the same memory once it is pinned."""
     streams, host, target = _memories()
 
     def copy() -> None:
@@ -128,7 +128,7 @@ def _copy_speed(streams: CudaStreams, pieces: list[HostCopy]) -> str:
 
 
 def throttle() -> StageResult:
-    """Check that a pause lasts as long as it should."""
+    """Time a pause of 20 ms on the fetch stream, and how long the host takes to queue it."""
     streams = CudaStreams()
     streams.pause(Stream.FETCH, 1e-3)
     streams.synchronize()
@@ -141,7 +141,7 @@ def throttle() -> StageResult:
 
 
 def memory_bandwidth() -> StageResult:
-    """Time a read of much device memory."""
+    """Time a sum over 1 GiB of device memory."""
     data = torch.ones(1 << 28, dtype=torch.float32, device="cuda")
 
     def read() -> None:

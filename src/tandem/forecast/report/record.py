@@ -1,6 +1,6 @@
-"""The findings and measurements of a machine, without private data, and their file.
+"""The findings and measurements of a machine, without private data, and functions to write them.
 
-The file is meant to be published, so names of the host, its user and their directories are
+The files are meant to be published, so names of the host, its user and their directories are
 replaced.
 """
 
@@ -33,7 +33,7 @@ class Record:
     """Features that were tried, and whether they work."""
 
     def anonymous(self) -> "Record":
-        """Return the record without local directories and the names of host and user."""
+        """Return the record with local directories and the names of host and user replaced."""
         return Record(
             versions=[without_private_data(version) for version in self.versions],
             findings=[_finding_without_names(finding) for finding in self.findings],
@@ -59,7 +59,7 @@ def require_writable(path: Path, first_line: str, kind: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically; raises `ConfigError` if the disk refuses."""
+    """Write a file atomically; raises `ConfigError` if the file cannot be written."""
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
@@ -71,7 +71,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def without_private_data(text: str) -> str:
-    """Return a text without local directories and the names of host and user."""
+    """Return a text with local directories and the names of host and user replaced."""
     for path, name in _places():
         text = text.replace(path, name)
     for word, name in ((socket.gethostname(), "HOST"), (_user(), "USER")):
@@ -99,7 +99,7 @@ def _outcome_without_names(outcome: Outcome) -> Outcome:
 
 
 def _places() -> list[tuple[str, str]]:
-    """Return directories and their replacements, the longest first."""
+    """Return (directory, its replacement) for each local directory, the longest path first."""
     package = Path(__file__).parents[2]
     named = {
         package: "tandem", Path(sys.prefix): "PYTHON", Path(sys.base_prefix): "PYTHON",

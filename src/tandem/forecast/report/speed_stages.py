@@ -61,7 +61,7 @@ _SHORTEST_SECONDS = 0.1  # system counters have a resolution of 0.01 s
 
 
 class OtherPrograms:
-    """Measures how much processor time other programs use, which makes forecasts wrong."""
+    """Measures the processor time that other programs use; much of it makes forecasts wrong."""
 
     def __init__(self) -> None:
         """Start measuring."""
@@ -75,7 +75,10 @@ class OtherPrograms:
 
 
 def _seconds_of_others() -> float:
-    """Return the processor time of all other programs."""
+    """Return the processor seconds of all other programs since the start of the system.
+
+    Returns 0 if the system is not Linux.
+    """
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     except OSError:  # not Linux
@@ -87,9 +90,9 @@ def _seconds_of_others() -> float:
 
 
 def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> StageResult:
-    """Forecast a shape's speed from few of its layers, then measure it whole.
+    """Forecast a model's speed from a few layers, then measure all layers that fit in memory.
 
-    The forecast is measured in `rounds` rounds.
+    The weights are random. The layers of the forecast are timed in `rounds` rounds.
     """
     others = OtherPrograms()
     with TemporaryDirectory() as folder:
@@ -116,7 +119,10 @@ def on_cpu(shape: ModelShape, expert_dtype: str, *, rounds: int = ROUNDS) -> Sta
 
 
 def _cut_to_memory(shape: ModelShape, offload: OffloadConfig) -> ModelShape:
-    """Return a shape cut to the layers that fit in free memory beside the forecast's models."""
+    """Return `shape` cut to the layers that fit in free memory, at most `_MOST_LAYERS`.
+
+    Raises `NotHereError` if fewer than `_LEAST_LAYERS` fit.
+    """
     whole = shape_sizes(shape, offload)
     layer_bytes = whole.experts_bytes / whole.num_moe_layers
     room = int(_SHARE_OF_MEMORY * available_bytes() / layer_bytes)
@@ -160,7 +166,7 @@ def _measured(model: object) -> Speeds:
 
 
 def _shape(name: str) -> ModelShape:
-    """Return a released shape with a smaller vocabulary, which saves memory."""
+    """Return a released model's shape, with a smaller vocabulary to save memory."""
     shape = MODEL_SHAPES[name]
     return replace(shape, values=shape.values | {"vocab_size": _VOCABULARY})
 

@@ -76,7 +76,7 @@ def run_stages(stages: Sequence[Stage], begin: Callable[[Stage], None]) -> Itera
 
 
 class _Child:
-    """The process that runs stages; it is started when it is needed."""
+    """Runs stages in a child process; starts a new one after a crash or a timeout."""
 
     def __init__(self, errors: Path) -> None:
         self._errors = errors

@@ -11,7 +11,7 @@ class DraftCounts:
     """Totals over decode steps that could have verified drafted tokens."""
 
     steps: Counter[int] = field(default_factory=Counter)
-    """The number of steps by the number of drafted tokens verified."""
+    """Number of drafted tokens that a step verified -> number of such steps."""
     num_unpaid: int = 0
     """Steps without drafted tokens because verifying the available drafts would not have paid."""
     saved_bytes: int = 0
@@ -20,13 +20,13 @@ class DraftCounts:
 
     @property
     def num_drafting(self) -> int:
-        """Steps that verified drafted tokens."""
+        """The number of steps that verified drafted tokens."""
         return self.steps.total() - self.steps[0]
 
     def add(self, num_drafted: int, *, is_unpaid: bool) -> None:
         """Record a step that verifies `num_drafted` tokens.
 
-        `is_unpaid`: it verifies none, because the available drafts would not have paid.
+        `is_unpaid` tells that the step verifies none because the available drafts would not pay.
         """
         self.steps[num_drafted] += 1
         self.num_unpaid += is_unpaid

@@ -33,7 +33,7 @@ class DraftModel:
     """Whether the drafter reads the hidden states that enter the main model's output head."""
 
     def __init__(self, new_pool: NewPool, num_tokens: int) -> None:
-        """Draft tokens with ids below `num_tokens`; slots are created on first use."""
+        """Take `new_pool`, which is called on first use; drafted ids will be below `num_tokens`."""
         self._new_pool, self._num_tokens = new_pool, num_tokens
         self._pool: CpuSlotPool | None = None
         self._main: SlotPool | None = None
@@ -44,7 +44,7 @@ class DraftModel:
         return 0 if self._pool is None else self._pool.num_bytes
 
     def follow(self, main: SlotPool) -> None:
-        """Draft from now on for the sequences in the slots of the main model."""
+        """Draft from now on for the sequences in `main`, the slots of the main model."""
         if main is not self._main:
             self._main, self._pool = main, None
 
@@ -77,7 +77,7 @@ class DraftModel:
     def _catch_up(
         self, pool: CpuSlotPool, histories: Mapping[int, Sequence[int]]
     ) -> dict[int, Guess]:
-        """Read the tokens that slots lack; return guesses of the sequences' next tokens by slot."""
+        """Read tokens of `histories` that slots lack; return guesses of next tokens by slot."""
         new = {}
         for slot, tokens in histories.items():
             shared = pool.usable(slot, num_shared(pool.held(slot), tokens))
@@ -86,7 +86,7 @@ class DraftModel:
         return dict(zip(new, read(pool, new), strict=True))
 
     def _writing_on(self, pool: CpuSlotPool, slots: Sequence[int]) -> AbstractContextManager[None]:
-        """Return a context that removes the drafted tokens appended to slots inside it."""
+        """Return a context manager that at its end removes the tokens appended to `slots` in it."""
         return pool.on_trial(slots)
 
     def _written_on(
@@ -106,7 +106,7 @@ class DraftModel:
         return self._pool
 
     def _possible(self, guesses: Sequence[Guess]) -> SureDraft:
-        """Return the guesses as a draft; it ends before a token that the main model lacks."""
+        """Return guesses as a draft that ends before the first token that the main model lacks."""
         known = [*takewhile(lambda guess: guess.token < self._num_tokens, guesses)]
         return SureDraft([guess.token for guess in known], [guess.sureness for guess in known])
 

@@ -76,10 +76,11 @@ def _mtp(parts: DraftParts) -> DraftModel:
 
 
 def new_speculation(name: str, parts: DraftParts) -> Speculation | None:
-    """Return the speculation for a name: "auto" or a drafter's name; None for "none".
+    """Return a `Speculation` for `name`, "auto" or the name of a drafter; None for "none".
 
-    It always includes prompt look-up, and the draft model if `parts` has one. Raises `ConfigError`
-    for an unknown name. A drafter that cannot be made is left out, with a `TandemWarning`.
+    The result always includes prompt look-up, and the draft model if `parts` has one. Raises
+    `ConfigError` for an unknown name. A drafter that cannot be made is left out, with a
+    `TandemWarning`.
     """
     if name == "none":
         return None
@@ -93,9 +94,10 @@ def new_speculation(name: str, parts: DraftParts) -> Speculation | None:
 
 
 def _costs(model: PreTrainedModel) -> StepCosts:
-    """Return costs of a model's decode steps, to be measured while it runs.
+    """Return the costs of a model's decode steps, which are measured while the model runs.
 
-    With an expert cache, sizes without measurements are estimated from the experts that tokens use.
+    With an expert cache, costs of step sizes that are not measured yet are estimated from the
+    experts that tokens use.
     """
     runtime = runtime_of(model)
     cache = None if runtime is None else runtime.executor.cache

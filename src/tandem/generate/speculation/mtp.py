@@ -22,7 +22,7 @@ class MtpDrafter(DraftModel):
     needs_hidden = True
 
     def __init__(self, layers: Sequence[MtpLayer], num_tokens: int) -> None:
-        """Draft tokens with ids below `num_tokens`; `layers` must be in order of depth."""
+        """Take the layers, in order of depth; drafted ids will be below `num_tokens`."""
         super().__init__(layers[0].slots, num_tokens)
         self._layers = layers
         for layer, after in pairwise(layers):
@@ -42,7 +42,7 @@ class MtpDrafter(DraftModel):
     def _note(self, slot: int, first: int, hidden: Tensor) -> None:
         """Record the output head's inputs `hidden` for a slot's tokens from position `first` on.
 
-        If they are more than `PROMPT_TOKENS`, all MTP layers read their pairs immediately.
+        With more than `PROMPT_TOKENS` tokens, all MTP layers read their pairs immediately.
         """
         self._layers[0].note(slot, first, hidden)
         if len(hidden) > PROMPT_TOKENS and self._main is not None:

@@ -83,8 +83,9 @@ class MtpLayer:
     def note(self, slot: int, first: int, made: Tensor) -> None:
         """Append the hidden states `made` for a sequence's positions from `first` on.
 
-        Hidden states recorded before for these and later positions are dropped, in later MTP layers
-        too. If `first` does not follow the last recorded position, the pairs begin at `first`.
+        Previously recorded hidden states of these and later positions are dropped, in later MTP
+        layers too. If `first` does not follow the last recorded position, the pairs begin at
+        `first`.
         """
         self._cut(slot, first)
         known = self._pairs.get(slot)
@@ -109,7 +110,7 @@ class MtpLayer:
     def read_certain(self, sequences: Mapping[int, Sequence[int]]) -> dict[int, Guess]:
         """Read all unread pairs whose tokens are in `sequences` (tokens by slot).
 
-        Returns a guess of the next token for each slot that has read any.
+        Returns a guess of the next token for each slot that has read a pair.
         """
         tokens: dict[int, Sequence[int]] = {}
         rows, firsts = [], {}
@@ -127,7 +128,7 @@ class MtpLayer:
     def read_tried(
         self, drafted: Mapping[int, Sequence[int]], before: "MtpLayer"
     ) -> dict[int, Guess]:
-        """Read on trial the unread pairs, then the pairs that layer `before` has read on trial.
+        """Read on trial the unread pairs, then pairs of the outputs of layer `before` on trial.
 
         `drafted` are the drafted tokens by slot. The slots must be in `CpuSlotPool.on_trial`; the
         pairs still count as unread. Returns a guess of the next token for each slot.
@@ -140,7 +141,7 @@ class MtpLayer:
         return self._read(tokens, rows, None)
 
     def write_on(self, lasts: Mapping[int, int]) -> dict[int, Guess]:
-        """Read each slot's last drafted token, with the layer's last output there as hidden state.
+        """Read each slot's last drafted token, paired with the layer's last output for the slot.
 
         Returns a guess of the next token for each slot.
         """
@@ -173,9 +174,10 @@ class MtpLayer:
         rows: Sequence[Tensor],
         firsts: Mapping[int, int] | None,
     ) -> dict[int, Guess]:
-        """Read pairs (tokens by slot, hidden states in this order); return guesses of next tokens.
+        """Read pairs of `tokens` (by slot) and hidden states; return guesses of the next tokens.
 
-        `firsts` are the positions of the slots' first pairs; None: the pairs are read on trial.
+        `rows` has the hidden states of each slot, in the order of `tokens`. `firsts` has the
+        position of each slot's first pair in this call; None: the pairs are read on trial.
         """
         if not tokens:
             return {}

@@ -26,7 +26,7 @@ class Speculation:
     costs: StepCosts = field(default_factory=StepCosts)
     counts: DraftCounts = field(default_factory=DraftCounts)
     why_none: str | None = None
-    """Why the latest steps could not verify drafted tokens, as one sentence."""
+    """Why the latest steps could not verify drafted tokens, as one sentence; None: they could."""
     experts: ExpertStatistics | None = None
     """Counts the expert bytes that steps read, for `counts.saved_bytes`; None: not counted."""
     on_kept: Callable[[int, int], None] | None = None
@@ -53,8 +53,9 @@ class Speculation:
     ) -> Drafts:
         """Return the drafted tokens that the next step should verify, by `best_plan`; often none.
 
-        The drafts are by slot. `histories` are all tokens of each request that may have drafts, by
-        slot; `rooms` limits the number of its drafted tokens. `batch` requests decode in the step.
+        The drafts are by slot. `histories` has, by slot, all tokens of each request that may have
+        drafts; `rooms` has, by slot, the largest number of tokens that may be drafted. `batch` is
+        the number of requests that decode in the step.
         """
         plan = best_plan(self.ways, NextStep(histories, rooms, batch, self.costs))
         drafts = plan.drafts() if plan is not None and plan.is_worth else {}
@@ -73,6 +74,6 @@ class Speculation:
             self.on_kept(num_tokens, num_kept)
 
     def forget(self, slot: int) -> None:
-        """Drop what drafters keep of the finished request in a slot."""
+        """Drop the drafters' data about a slot's request, which has ended."""
         for way in self.ways:
             way.forget(slot)

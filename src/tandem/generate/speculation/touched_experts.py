@@ -11,7 +11,10 @@ from tandem.policy.speculation.step_shape import TouchedExperts
 
 
 def touched_experts(executor: Executor, cache: ExpertCache) -> TouchedExperts:
-    """Return the shape of an executor's steps; it learns from events while it is referenced."""
+    """Return an estimate of steps' relative times, which learns from the executor's events.
+
+    The estimate stops learning once nothing refers to it.
+    """
     touched = TouchedExperts(lambda: cache.planner)
     listener = _listener(weakref.ref(touched))
     executor.listeners.append(listener)

@@ -12,7 +12,8 @@ from tandem.policy.cost import HardwareProfile, ShapeCosts
 from tandem.policy.plan import Geometry
 
 DATAPOINT, DATAPOINT_FORMAT = "datapoint", 1
-"""The key, and its value, that mark a file of `tandem datapoint`; the file contains a profile."""
+"""A JSON key and its value. They mark a file written by `tandem datapoint`, which contains a
+profile."""
 
 
 def profile_names() -> list[str]:
@@ -22,10 +23,10 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name_or_path: str) -> HardwareProfile:
-    """Load a built-in profile by name, or the profile in a file: a profile or a datapoint.
+    """Return a built-in profile by its name, or the profile in a profile file or datapoint file.
 
     A text with a slash or with the ending .json is a path. Raises `ConfigError` if there is no such
-    profile or file.
+    profile or file, or if the file contains no valid profile.
     """
     if "/" in name_or_path or name_or_path.endswith(".json"):
         path = Path(name_or_path)
@@ -42,7 +43,10 @@ def load_profile(name_or_path: str) -> HardwareProfile:
 
 
 def _profile_in(text: str) -> str:
-    """Return the profile inside a datapoint's text; any other text is returned unchanged."""
+    """Return the profile inside a datapoint's text, as JSON; any other text unchanged.
+
+    Raises `ConfigError` for a datapoint of another format or without a profile.
+    """
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -82,7 +86,7 @@ def keep_file(path: Path, text: str) -> None:
 
 
 def shape_for(profile: HardwareProfile, model: str, geometry: Geometry) -> ShapeCosts:
-    """Return the costs for a traced model: by its name, else those of the most similar shape."""
+    """Return a profile's costs for a model: those with its name, else of the most similar shape."""
     name = model.lower().rsplit("/", 1)[-1]
     for costs in profile.shapes:
         if costs.shape in name or name in costs.shape:
@@ -91,7 +95,7 @@ def shape_for(profile: HardwareProfile, model: str, geometry: Geometry) -> Shape
 
 
 def _distance(costs: ShapeCosts, geometry: Geometry) -> tuple[int, int, int]:
-    """Return the distance between shapes, as differences of experts, top-k and layers."""
+    """Return how far apart shapes are: in number of experts, then top-k, then number of layers."""
     return (
         abs(costs.num_experts - geometry.num_experts),
         abs(costs.top_k - geometry.top_k),

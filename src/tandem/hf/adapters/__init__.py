@@ -32,7 +32,7 @@ ADAPTERS: Mapping[str, Adapter] = {
 """Adapters by class, named as in `transformers.models`."""
 
 TEXT_MODELS: Mapping[str, str] = {"step3p5": "Step3p5ForCausalLM"}
-"""Classes by model type; the file in this folder named as the model type has the class."""
+"""Class names by model type; each class is in this folder's module named like the model type."""
 
 
 def text_class(model_type: str) -> type[PreTrainedModel] | None:
@@ -46,7 +46,7 @@ def text_class(model_type: str) -> type[PreTrainedModel] | None:
 
 
 def put_on_interface(model: PreTrainedModel) -> None:
-    """Replace a model's modules that have an adapter; calling it again changes nothing."""
+    """Replace each module that has an adapter by the adapter; a second call changes nothing."""
     config = model.config.get_text_config()
     for path, module in list(model.named_modules()):
         adapter = adapter_of(type(module))

@@ -17,11 +17,11 @@ class StackedRows(NamedTuple):
     target: str
     """The suffix of the resulting parameter's name."""
     are_transposed: bool = False
-    """Whether an expert's rows are the columns of its matrix."""
+    """Whether an expert's rows in the sources are the columns of its matrix in the target."""
 
 
 class AdaptedExperts(nn.Module):
-    """Gated experts whose tensors belong to a model's own module, under the interface's names.
+    """Gated experts with tensors of a model's own module, under the experts interface's names.
 
     The tensors are neither copied nor transposed. Only Tandem can compute them: a call before an
     executor is bound raises `ConfigError`.

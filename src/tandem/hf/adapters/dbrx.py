@@ -8,7 +8,7 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts, StackedRows
 
 
 class DbrxExperts(nn.Module):
-    """The experts of a layer; replaces the module that computed them one after another."""
+    """The experts of a layer; replaces Transformers' module, which computes them in a loop."""
 
     STACKED = (
         StackedRows(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.gate_up_proj"),
@@ -16,7 +16,7 @@ class DbrxExperts(nn.Module):
     )
 
     def __init__(self, experts: ModelPart, config: PreTrainedConfig) -> None:
-        """Take over the weights of a `DbrxExperts`."""
+        """Take over the weights of Transformers' `DbrxExperts`."""
         super().__init__()
         own = experts.mlp
         gate, up, down = (

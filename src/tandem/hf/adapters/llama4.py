@@ -10,9 +10,10 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts
 
 
 def with_image_outputs(model: ModelPart, config: PreTrainedConfig) -> ModelPart:
-    """Add to a text model's outputs a field that the model with a tower reads; return the model.
+    """Add the field `image_outputs` to a text model's outputs; return the model.
 
-    Transformers 5.24 does not set this field, so that the forward of its model with a tower fails.
+    The model with a tower reads this field, which Transformers 5.24 does not set, so that its
+    forward would fail.
     """
 
     def add(module: nn.Module, args: object, outputs: object) -> None:
@@ -24,10 +25,10 @@ def with_image_outputs(model: ModelPart, config: PreTrainedConfig) -> ModelPart:
 
 
 class Llama4Router(nn.Linear):
-    """Chooses a token's expert, and the factor that scales the expert's input."""
+    """Returns each token's expert, and the score by which the expert's input is multiplied."""
 
     def __init__(self, router: ModelPart) -> None:
-        """Take over a router's weights."""
+        """Take over a router's weights; `UnsupportedModelError` unless its top k is 1."""
         super().__init__(router.in_features, router.out_features, bias=False, device="meta")
         if router.top_k != 1:
             raise UnsupportedModelError(
@@ -37,19 +38,19 @@ class Llama4Router(nn.Linear):
         self.weight = router.weight
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """Return logits (n_tokens, num_experts), and score and expert (n_tokens, 1)."""
+        """Return logits (n_tokens, num_experts); score and expert of each token, (n_tokens, 1)."""
         logits = super().forward(hidden)
         score, expert = torch.topk(logits, 1, dim=-1)
         return logits, torch.sigmoid(score.float()).to(logits.dtype), expert
 
 
 class Llama4Moe(nn.Module):
-    """The experts block of a layer: the routed experts and the shared one."""
+    """The experts block of a layer: router, routed experts and shared expert."""
 
     SEPARATE = "feed_forward.experts"  # quantised checkpoints keep experts here, one by one
 
     def __init__(self, block: ModelPart, config: PreTrainedConfig) -> None:
-        """Take over the parts of a `Llama4TextMoe`."""
+        """Take over the parts of Transformers' `Llama4TextMoe`."""
         super().__init__()
         self.router = Llama4Router(block.router)
         own = block.experts
@@ -59,7 +60,10 @@ class Llama4Moe(nn.Module):
         self.shared_expert = block.shared_expert
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (n_tokens, hidden_size) for (..., hidden_size), and the router's logits."""
+        """Return the block's output (n_tokens, hidden_size), and logits (n_tokens, num_experts).
+
+        `hidden_states` is (..., hidden_size).
+        """
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits, score, expert = self.router(hidden)
         routed = self.experts(hidden * score, expert, torch.ones_like(score))

@@ -9,12 +9,12 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts
 class LongcatFlashExperts(AdaptedExperts):
     """The experts of a layer: first experts with weights, then experts that return their input.
 
-    The router chooses among all of them. The executor treats experts without weights as padding,
-    which adds nothing.
+    The router chooses among both. The executor skips experts without weights, and `forward` adds
+    their results.
     """
 
     def __init__(self, experts: ModelPart, config: PreTrainedConfig) -> None:
-        """Take over the weights of a `LongcatFlashExperts`."""
+        """Take over the weights of Transformers' `LongcatFlashExperts`."""
         num_experts = experts.num_routed_experts
         gate_up = experts.gate_up_proj[:num_experts]  # the other experts' matrices are never read
         super().__init__(config, gate_up, experts.down_proj, experts.act_fn)

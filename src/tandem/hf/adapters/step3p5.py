@@ -37,9 +37,9 @@ class Step3p5ForCausalLM(Step3p7PreTrainedModel, GenerationMixin):  # type: igno
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
-        """Return logits (batch, n_tokens, vocab_size), or only the last `logits_to_keep` of them.
+        """Return an output with the logits of all or some tokens: (batch, n_tokens, vocab_size).
 
-        `logits_to_keep` may also be a tensor of token positions.
+        `logits_to_keep` is a number of last tokens (0: all), or a tensor of token positions.
         """
         outputs = self.model(
             input_ids=input_ids,

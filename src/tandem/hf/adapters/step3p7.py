@@ -7,10 +7,10 @@ from tandem.hf.adapters.adapted_experts import AdaptedExperts
 
 
 class Step3p7Experts(AdaptedExperts):
-    """The experts of a layer; larger expert ids are the router's padding and add nothing."""
+    """The experts of a layer; expert ids beyond the last are the router's padding, and skipped."""
 
     def __init__(self, experts: ModelPart, config: PreTrainedConfig) -> None:
-        """Take over the weights of a `Step3p7Experts`."""
+        """Take over the weights of Transformers' `Step3p7Experts`."""
         super().__init__(config, experts.gate_up_proj, experts.down_proj, experts.act_fn)
         self.limit = experts.limit  # infinite in most layers
 

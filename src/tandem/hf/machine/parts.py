@@ -54,8 +54,8 @@ class ObservedModel:
     runs_in_order: bool
     """Whether each token passes through all layers of the store exactly once, in order."""
     look_ahead_routers: Sequence[LookAheadRouter | None] | None = None
-    """The routers after the first one, if a graph can run them ahead. The entry of a router whose
-    choice is known is None."""
+    """The routers after the first one, for a graph that runs them ahead; None: no look-ahead, or no
+    graph can run them. The entry of a router by token id, whose choice is known, is None."""
 
     @property
     def model_type(self) -> str:
@@ -64,7 +64,7 @@ class ObservedModel:
 
     @property
     def link_bytes_per_second(self) -> float | None:
-        """The link's bandwidth by the options; None: they set none."""
+        """The link's bandwidth in the options; None: the options set no bandwidth."""
         bandwidth = self.options.link_bandwidth
         return None if bandwidth is None else parse_bandwidth(bandwidth)
 
@@ -73,7 +73,7 @@ class ObservedModel:
         bind_all(self.bound, executor)
 
     def functions(self) -> ExpertFunctions:
-        """Return the functions around the projections of the model's first experts module."""
+        """Return the activation and norm functions of the model's first experts module."""
         return expert_functions(self.bound[0][0])
 
     def cpu_kernels(self, on_busy: Callable[[float], None] | None = None) -> ExpertKernels:
@@ -81,7 +81,7 @@ class ObservedModel:
         return ExpertKernels(self.threads, on_busy=on_busy)
 
     def experts(self, kernels: ExpertKernels) -> MeasuredExperts:
-        """Return the model's experts in the form in which they are timed."""
+        """Return the model's experts for timing, computed by `kernels`."""
         return MeasuredExperts(
             store=self.store,
             geometry=self.geometry,
@@ -92,7 +92,7 @@ class ObservedModel:
         )
 
     def native_layers(self, cache: ExpertCache) -> list[_native.RoutedLayer] | None:
-        """Return the layers in the form of captured steps; None if the steps need plans.
+        """Return the layers in native form for captured steps; None if these cannot run the model.
 
         Captured steps are answered layer by layer, and would wait for a layer that a token skips.
         """
@@ -102,10 +102,10 @@ class ObservedModel:
         return captured_layers(cache, functions, self.call.dtype)
 
     def machine(self, profile: HardwareProfile) -> Machine:
-        """Return a profile's machine for this model, with the link that the options set.
+        """Return the `Machine` that a profile gives for this model: costs and the path of steps.
 
-        The machine's times include the host's own work. If experts are on a disk whose rate the
-        profile lacks, the rate is measured.
+        A link bandwidth in the options replaces the profile's. Times include the host's own work.
+        If experts are on a disk whose rate the profile lacks, the rate is measured.
         """
         rate, slots = self.link_bytes_per_second, self.host_slots
         profile = profile if rate is None else with_link(profile, rate)
@@ -119,13 +119,13 @@ class ObservedModel:
         return Machine(profile, profile.charged(shape, path.host_path), path)
 
     def why_planned(self) -> str | None:
-        """Return, in words, the option that steps in one graph cannot follow; None: no option."""
+        """Name the option that steps in one graph cannot follow, in words; None: no option."""
         if self.options.look_ahead and self.look_ahead_routers is None:
             return "look-ahead, as not each router is one product"
         return self.options.why_planned()
 
     def settings(self, machine: Machine, num_slots: int) -> PlannerSettings:
-        """Return the planner's settings for a machine and its slots.
+        """Return the planner's settings for a machine whose GPU has `num_slots` slots.
 
         Steps in one graph fetch and prefetch if a simulated trial finds this faster. With experts
         on a disk, they prefetch and run routers ahead only if the options say so.

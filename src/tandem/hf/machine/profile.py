@@ -23,7 +23,7 @@ DENSE_REPETITIONS = 3
 def measured_profile(
     observed: ObservedModel, *, cache_dir: Path | None = None, refresh: bool = False
 ) -> HardwareProfile:
-    """Return the kept profile of this processor, format and shape; it is measured if missing.
+    """Return this machine's profile for a model; measure and keep it if missing, or on `refresh`.
 
     The caller must bind the experts modules again afterwards.
     """
@@ -46,7 +46,7 @@ def profile_path(observed: ObservedModel, cache_dir: Path | None = None) -> Path
 
 
 def kept_profile(path: Path) -> HardwareProfile | None:
-    """Read a kept profile; None if there is none, or, with a warning, if it cannot be read."""
+    """Return a kept profile; None if there is no file or, with a warning, an unreadable one."""
     if not path.is_file():
         return None
     try:
@@ -61,7 +61,7 @@ def kept_profile(path: Path) -> HardwareProfile | None:
 
 
 def profile_key(observed: ObservedModel) -> str:
-    """Return a hash of everything that measured times depend on."""
+    """Return 16 hex digits that stand for everything that measured times depend on."""
     cpu, options, layers = detect_cpu(), observed.options, observed.store
     shapes = [(layer.arrivals.shapes, layer.image_bytes, type(layer).__name__) for layer in layers]
     threads, isa = options.threads or cpu.num_threads, options.isa or ""

@@ -1,4 +1,4 @@
-"""The memory layout: row-major words to blocks of 16 rows and back. Ignores what words mean.
+"""The memory layout of packed matrices: converts row-major words to blocks of 16 rows, and back.
 
 Every format is one transposition: four bytes of a row (2, 4 or 8 columns) make a dword, and a block
 holds the first dwords of its 16 rows, then the second ones, and so on. Scales are laid out the same
@@ -49,7 +49,7 @@ class CodedMatrix:
         return self.with_each(lambda part: part[chosen])
 
     def with_each(self, change: Callable[[Tensor], Tensor]) -> "CodedMatrix":
-        """Return the matrix with `change` applied to every part."""
+        """Return the matrix with `change` applied to each of its tensors."""
         changed = (None if part is None else change(part) for part in self.parts[1:])
         return CodedMatrix(change(self.codes), *changed)
 
@@ -68,7 +68,7 @@ class CodedMatrix:
 
     @property
     def parts(self) -> tuple[Tensor | None, ...]:
-        """All parts, the codes first."""
+        """The five tensors, the codes first; None for a tensor that the format lacks."""
         return (self.codes, self.scales, self.minima, self.super_scales, self.super_minima)
 
 
@@ -110,7 +110,7 @@ class MatrixBlocks:
         )
 
     def write(self, fmt: WeightFormat, first_block: int, coded: CodedMatrix) -> None:
-        """Place rows, which must fill whole blocks and groups, from block `first_block` on."""
+        """Write rows, which must fill whole blocks and groups, from block `first_block` on."""
         stop = first_block + coded.codes.shape[0] // ROWS_PER_BLOCK
         if fmt.encoding.grid is not None:
             self._write_lines(fmt, slice(first_block, stop), coded)
@@ -152,14 +152,14 @@ class MatrixBlocks:
             self.scales[chosen].view(torch.float16).copy_(_to_blocks(coded.super_scales))
 
     def _factors(self) -> Tensor:
-        """Return the factors, row by row; the scales' memory must hold nothing else."""
+        """Return the super-blocks' factors, row by row; `scales` must hold nothing else."""
         assert self.scales is not None
         return _from_blocks(self.scales.view(torch.float16))
 
 
 @dataclass(frozen=True, slots=True)
 class _SuperLines:
-    """Views of super-blocks' scales: first the factors, then the groups' bytes.
+    """Views of the memory of super-blocks' scales: the factors, and the bytes of the groups.
 
     `supers` is (blocks, super-blocks, lines, 16) fp16 or fp32, `groups` (blocks, super-blocks,
     groups, lines, 16); line 0 has the scales, line 1 the minima. Nibbles have one line: a byte has

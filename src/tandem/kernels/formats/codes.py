@@ -1,4 +1,4 @@
-"""What a stored code stands for: offsets, and values from codes and scales."""
+"""Converts stored codes to the values that they stand for, and values to the nearest codes."""
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def nearest_codes(values: Tensor, fmt: WeightFormat) -> Tensor:
 
 
 def code_values(codes: Tensor, fmt: WeightFormat) -> Tensor:
-    """Return the unscaled fp32 values of stored codes, in memory of their own."""
+    """Return the unscaled fp32 values of stored codes, in a new tensor."""
     match fmt.encoding.element:
         case "e4m3":
             return codes.view(torch.float8_e4m3fn).float()

@@ -81,7 +81,7 @@ class ExpertLayout:
 
     @property
     def format_name(self) -> str:
-        """The formats' name, as in `expert_dtype`."""
+        """The name of the format, or of both formats joined by "+", as in `expert_dtype`."""
         return expert_format(self.format, self.down_format).name
 
     @property
@@ -137,7 +137,7 @@ def unpack_expert(layout: ExpertLayout, buffer: Tensor) -> ExpertWeights:
 
 
 def half_rows(layout: ExpertLayout, half: int, is_interleaved: bool) -> slice:
-    """Return which rows of a checkpoint's first projection belong to `half`, as in `up_half`."""
+    """Return the slice of a checkpoint's first projection's rows that is `half` (see `up_half`)."""
     inner = layout.intermediate_size
     if is_interleaved:
         return slice(half, None, layout.num_halves)
@@ -159,7 +159,7 @@ def round_up(
 ) -> list[Rounding]:
     """Return the rounding jobs for the first projection's halves, (inner rows, hidden_size).
 
-    `out` must be a zeroed buffer; `importance` (hidden_size,) is that of the inputs.
+    `out` must be a zeroed buffer; `importance` (hidden_size,) is that of the matrix's inputs.
     """
     name = f"{name}: the first projection"
     return [
@@ -189,7 +189,7 @@ def write_up_bias(
 
 
 def write_down_bias(layout: ExpertLayout, bias: Tensor, *, out: Tensor, name: str) -> None:
-    """Write the bias of the second projection."""
+    """Write the second projection's bias into an expert's buffer."""
     _require_bias(layout, bias, f"{name}: the second projection")
     layout.down_bias.of(out).view(torch.float32)[: layout.hidden_size] = bias
 
@@ -197,19 +197,19 @@ def write_down_bias(layout: ExpertLayout, bias: Tensor, *, out: Tensor, name: st
 def write_up_codes(
     layout: ExpertLayout, up: CodedMatrix, *, is_interleaved: bool, out: Tensor
 ) -> None:
-    """Write the first projection's codes (up rows, hidden_size)."""
+    """Write the first projection's codes (up rows, hidden_size) into an expert's buffer."""
     for half in range(layout.num_halves):
         rows = up.rows(half_rows(layout, half, is_interleaved))
         write_codes(layout.up_half(out, half), layout.format, rows, name="the first projection")
 
 
 def write_down_codes(layout: ExpertLayout, down: CodedMatrix, *, out: Tensor) -> None:
-    """Write the second projection's codes (hidden_size, intermediate_size)."""
+    """Write the second projection's codes (hidden_size, intermediate_size) into a buffer."""
     write_codes(layout.down_blocks(out), layout.down_format, down, name="the second projection")
 
 
 def order_inner_rows(layout: ExpertLayout, buffer: Tensor, order: Tensor) -> None:
-    """Reorder the first projection (each of its halves): row `order[i]` moves to row i."""
+    """Reorder the rows of each half of the first projection: row `order[i]` moves to row i."""
     for half in range(layout.num_halves):
         blocks = layout.up_half(buffer, half)
         coded = blocks.read(layout.format)  # a copy, including padding

@@ -22,7 +22,7 @@ _NUMBER_DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class FileBlocks:
-    """Rows of blocks in a mapped file: (rows, bytes) uint8, contiguous.
+    """A matrix's rows of ggml blocks in a mapped file: (rows, bytes) uint8, contiguous.
 
     `kind` is ggml's number of the blocks' type. `order` (rows,) int64 has each row's index in the
     file; None keeps the file's order. `table` maps each of 256 codes to the format's code; None
@@ -69,9 +69,9 @@ class FileFields:
 
     `words` is (rows, words) int32, or its bytes, of any strides. Where eight rows share a word,
     `words` is (rows / 8, cols), and `places` has a nibble per row: the row's field in the word. The
-    codes must have the format's width. `flip` is the mask of a code's bits that are inverted.
-    `scales` and `minima` are (rows, groups), for fp8 (rows / 128, groups), rounded up; they may be
-    expanded views. One of their groups may cover several groups of the format. `factor` is as in
+    codes must have the format's width. `flip` is a mask of the bits to invert in each code.
+    `scales` and `minima` are (rows, groups), for fp8 (rows / 128, groups), rounded up; both may be
+    expanded views. A group of the file may cover several groups of the format. `factor` is as in
     `FileBlocks`.
     """
 
@@ -99,7 +99,7 @@ class FileFields:
         return [(part.data_ptr(), _span(part)) for part in parts]
 
     def fit(self, fmt: WeightFormat) -> bool:
-        """Whether rows are whole words, and the dtype of scales can be converted to `fmt`'s."""
+        """Tell whether rows are whole words, and scales have a dtype that converts to `fmt`'s."""
         has_bytes = fmt.encoding.scale in ("e8m0", "e4m3")
         numbers = [self.scales] if self.minima is None else [self.scales, self.minima]
         return self.num_cols * fmt.bits % 32 == 0 and all(
@@ -108,7 +108,7 @@ class FileFields:
         )
 
     def rows_at(self, chosen: slice) -> "FileFields":
-        """Return the chosen rows; `ValueError` if rows share words or scales with other rows."""
+        """Return the chosen rows; `ValueError` if several rows share a word or a scale."""
         if self.places or len(self.scales) != self.num_rows:
             raise ValueError("rows that share words or scales, expected some for each")
         words, minima = self.words[chosen], self.minima
@@ -131,7 +131,7 @@ class Placing(NamedTuple):
 
 
 def write_file_rows(placings: Sequence[Placing]) -> None:
-    """Place rows into matrices; `ModelError` names the first matrix with a non-finite scale.
+    """Write rows into matrices; `ModelError` names the first matrix with a non-finite scale.
 
     For `FileFields`, the error also occurs for a scale or an e4m3 code that the format does not
     hold exactly. Uses as many threads as torch, without the GIL; mapped files are read ahead.

@@ -29,9 +29,9 @@ _SUPER_COLS = 256
 class _Fit:
     """A choice of lines and scales for super-blocks.
 
-    `lines` is (rows, places) int64, `steps` (rows, groups) fp32; the other tensors are (rows,
-    supers). `along` is the weighted sum of products of the weights with the values before the
-    factor, and `square` is the weighted sum of squares of these values.
+    `lines` is (rows, places) int64, where a place is the columns of one line; `steps` is (rows,
+    groups) fp32; the other tensors are (rows, supers). In the module's notation, `along` is
+    sum(w |x| m g), and `square` is sum(w m m g g).
     """
 
     lines: Tensor
@@ -44,10 +44,11 @@ class _Fit:
 def round_to_lines(
     x: Tensor, importance: Tensor | None, fmt: WeightFormat, *, has_search: bool
 ) -> CodedMatrix:
-    """Round (rows, groups, group_size) fp32 weights; `importance` is (groups, group_size).
+    """Return the codes of fp32 weights (rows, groups, group_size), rounded to lines of the grid.
 
-    Each super-block uses the better of the plain and the searched scales. Weights too large for
-    fp16 factors get a factor that is not finite.
+    `importance` is (groups, group_size). With `has_search`, each super-block uses the better of the
+    plain and the searched scales. Weights too large for fp16 factors get a factor that is not
+    finite.
     """
     grid = _GridWeights(x, importance, fmt)
     fit = grid.stretched(grid.fit_scales(grid.peaks / grid.largest))
@@ -61,7 +62,7 @@ def round_to_lines(
 
 
 class _GridWeights:
-    """The magnitudes of a matrix; chooses lines, scales and factors for them by their error."""
+    """The magnitudes of a matrix's weights; finds lines, scales and factors of least error."""
 
     def __init__(self, x: Tensor, importance: Tensor | None, fmt: WeightFormat) -> None:
         encoding, self.cols = fmt.encoding, x.shape[2]
@@ -84,19 +85,20 @@ class _GridWeights:
 
     @cached_property
     def squares(self) -> Tensor:
-        """Return the weighted sum of squares of each line at each place, (places, lines)."""
+        """Return sum(w g g) of each line g at each place, (places, lines)."""
         weights = self.weights.view(1, -1, self._line_cols)
         return self._sums(weights, self.magnitudes * self.magnitudes)[0]
 
     @cached_property
     def along(self) -> Tensor:
-        """Return the sum of each line's products with the weights, (rows, places, lines)."""
+        """Return sum(w |x| g) of each line g at each place, (rows, places, lines)."""
         return self._sums(self.weighed.unflatten(1, (-1, self._line_cols)), self.magnitudes)
 
     def _sums(self, weights: Tensor, numbers: Tensor) -> Tensor:
-        """Return `weights` (rows, places, line_cols) times `numbers` (lines, line_cols), summed.
+        """Return the products of weights (rows, places, line_cols) with numbers (lines, line_cols).
 
-        Each half of a line's columns is summed first, as in the native code.
+        The result is (rows, places, lines). Each half of a line's columns is summed first, as in
+        the native code.
         """
         halves = []
         for columns in torch.arange(self._line_cols, device="cpu").chunk(2):
@@ -111,7 +113,7 @@ class _GridWeights:
         return of_groups.repeat_interleave(self.cols // self._line_cols, dim=1)
 
     def errors(self, scales: Tensor) -> Tensor:
-        """Return half the error of each group at scales (rows, groups), with the best lines."""
+        """Return half of each group's error with the best lines, for scales (rows, groups)."""
         halves = self._by_place(scales * 0.5)[..., None]
         least = (halves * self.squares - self.along).amin(-1)
         in_group = least.unflatten(1, (scales.shape[1], -1))
@@ -135,7 +137,7 @@ class _GridWeights:
         return torch.where(errors[2] < least, steps[2], below)
 
     def fit_scales(self, scales: Tensor) -> _Fit:
-        """Return a fit with the best lines for scales (rows, groups), rounded to steps."""
+        """Round scales (rows, groups) to steps; return the fit with the best lines for them."""
         groups = _SUPER_COLS // self.cols
         largest = scales.unflatten(1, (-1, groups)).amax(-1)
         factor = (largest / (2 * _STEPS - 1)).half().float()
@@ -144,7 +146,7 @@ class _GridWeights:
         return self.choose_lines(factor, steps)
 
     def choose_lines(self, factor: Tensor, steps: Tensor) -> _Fit:
-        """Return a fit with the best lines at these scales, and then the best factor for them."""
+        """Return the fit with the best lines at these scales, and the best factor for the lines."""
         multiple = self._by_place(2 * steps + 1)
         places = _SUPER_COLS // self._line_cols
         half = multiple * factor.repeat_interleave(places, dim=1) * 0.5
@@ -157,7 +159,7 @@ class _GridWeights:
         return _Fit(lines, steps, (along * _inverse(square)).half().float(), along, square)
 
     def stretched(self, fit: _Fit) -> _Fit:
-        """Return a fit with the final factor (see the module), limited by `MOST_STRETCH`."""
+        """Return `fit` with the module's final factor, at most `MOST_STRETCH` times the best."""
         most = fit.along * _inverse(fit.square) * MOST_STRETCH
         factor = torch.minimum(self._energy * _inverse(fit.along), most)
         return replace(fit, factor=factor.half().float())
@@ -166,9 +168,9 @@ class _GridWeights:
 def _without_signs(sizes: Tensor, signs: Tensor, *, is_even: bool) -> tuple[Tensor, Tensor]:
     """Return weighted magnitudes (rows, cols) and signs.
 
-    If `is_even`, the format needs an even number of negative signs in each eight columns. Where it
-    is odd, the sign of the weight of least weighted magnitude is inverted, and its magnitude is
-    made negative.
+    If `is_even`, the format needs an even number of negative signs in each eight columns. Where
+    the number is odd, the sign of the weight of least weighted magnitude is inverted, and this
+    magnitude is made negative.
     """
     if not is_even:
         return sizes, signs.long()
@@ -180,7 +182,7 @@ def _without_signs(sizes: Tensor, signs: Tensor, *, is_even: bool) -> tuple[Tens
 
 
 def _summed(numbers: Tensor) -> Tensor:
-    """Sum the last dimension, one number after the other."""
+    """Return the sum over the last dimension, added one number after the other."""
     first, *others = numbers.unbind(-1)
     total = first.clone()
     for one in others:

@@ -39,7 +39,7 @@ def write_words(
 ) -> Tensor:
     """Return the words (rows, words) int32 that hold these codes, scales and factors.
 
-    It is the inverse of `read_words`. Raises `ModelError` with `name` for codes that form no line
+    This is the inverse of `read_words`. Raises `ModelError` with `name` for codes that form no line
     of the grid.
     """
     grid = _grid(fmt)
@@ -100,7 +100,7 @@ def _places(field: BitField, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _numbers(words: Tensor, field: BitField, count: int) -> Tensor:
-    """Return `count` numbers from words: (rows, supers, words) int64 to (rows, supers, count)."""
+    """Return a field's `count` numbers (rows, supers, count) from int64 words (rows, supers, n)."""
     word, bit = _places(field, count)
     return words[..., word] >> bit & ((1 << field.width) - 1)
 

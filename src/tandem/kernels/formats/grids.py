@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BitField:
-    """The places of equally wide numbers in the words of 256 columns; none crosses two words."""
+    """The places of equally wide numbers in the words of 256 columns; each is within one word."""
 
     base: int
     fours: int
@@ -20,7 +20,7 @@ class BitField:
     width: int
 
     def at(self, number: int) -> int:
-        """Return the first bit of a number."""
+        """Return the index of a number's first bit in the words of 256 columns."""
         return self.base + number // 4 * self.fours + number % 4 * self.step
 
 

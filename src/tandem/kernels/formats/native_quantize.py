@@ -1,4 +1,4 @@
-"""Rounds weights to formats natively and places them; `quantize` is the definition in torch."""
+"""Rounds weights natively into packed matrices; `quantize` is the definition in torch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,11 +29,12 @@ class Rounding(NamedTuple):
 
 
 def quantize_natively(roundings: Sequence[Rounding], *, has_search: bool = True) -> bool:
-    """Round matrices with as many threads as torch has; mapped files are read ahead.
+    """Round matrices natively; return whether this was possible.
 
-    Codes and scales equal those of `quantize` except for the order of sums, and are the same with
-    every instruction set. Returns False, possibly after writing some blocks, if a weight is not
-    finite or too large for its format, or if a dtype or a format has no native rounding.
+    Uses as many threads as torch; mapped files are read ahead. Codes and scales differ from those
+    of `quantize` only by the order of sums, and are the same with every instruction set. Returns
+    False, possibly after writing some blocks, if a weight is not finite or too large for its
+    format, or if a dtype or a format has no native rounding.
     """
     if any(r.weight.dtype not in _DTYPES or r.format.kind not in _ROUNDED for r in roundings):
         return False

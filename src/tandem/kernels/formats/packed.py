@@ -1,4 +1,4 @@
-"""One packed matrix: from weights, from codes, and back to values."""
+"""Packs a matrix from weights or from codes, and unpacks it to values."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class PackedMatrix:
 
     @property
     def blocks(self) -> MatrixBlocks:
-        """View the memory block by block."""
+        """A view of the memory, block by block."""
         return MatrixBlocks.over(self.format, self.rows, self.cols, self.data, self.scales)
 
 
@@ -57,7 +57,7 @@ def pack(
     has_search: bool = True,
     name: str = "weight",
 ) -> PackedMatrix:
-    """Round a (rows, cols) matrix of any floating dtype to a format and place it.
+    """Return a (rows, cols) matrix of any floating dtype, rounded to a format and packed.
 
     `importance` (cols,) weighs the squared errors of the columns when scales are searched.
     Raises `ModelError` with `name` for NaN, infinity and weights too large for the format.
@@ -89,9 +89,10 @@ def write_weight(
 
 
 def write_weights(roundings: Sequence[Rounding], *, has_search: bool = True) -> None:
-    """Round several matrices on all cores; their `importance` must not be padded.
+    """Round several matrices with torch's number of threads; `importance` must not be padded.
 
-    Raises `ModelError` with the name of a matrix that is not finite or too large for its format.
+    Raises `ModelError` with the name of a matrix whose weights are not finite or too large for its
+    format.
     """
     ready = [r._replace(importance=_column_importance(r)) for r in roundings]
     if quantize_natively(ready, has_search=has_search):
@@ -102,7 +103,7 @@ def write_weights(roundings: Sequence[Rounding], *, has_search: bool = True) -> 
 
 
 def _column_importance(rounding: Rounding) -> Tensor | None:
-    """Return the importance of the columns, including padding; None if all columns are equal."""
+    """Return the columns' importance, including padding; None if all columns count equally."""
     _, fmt, weight, _, importance = rounding
     cols, width = weight.shape[1], fmt.padded_cols(weight.shape[1])
     if importance is None and not fmt.encoding.has_zero and width > cols:
@@ -112,7 +113,7 @@ def _column_importance(rounding: Rounding) -> Tensor | None:
 
 
 def write_by_reference(rounding: Rounding, *, has_search: bool) -> None:
-    """Round by the torch reference, whose errors say what is wrong with weights that do not fit."""
+    """Round a matrix by `quantize`, whose `ModelError` says why weights do not fit the format."""
     blocks, fmt, weight, name, importance = rounding
     width = fmt.padded_cols(weight.shape[1])
     step = max(1, _CHUNK_WEIGHTS // width // ROWS_PER_BLOCK) * ROWS_PER_BLOCK
@@ -126,7 +127,11 @@ def write_by_reference(rounding: Rounding, *, has_search: bool) -> None:
 def write_codes(
     blocks: MatrixBlocks, fmt: WeightFormat, coded: CodedMatrix, *, name: str = "weight"
 ) -> None:
-    """Place (rows, cols) codes into the blocks that they fill."""
+    """Write (rows, cols) codes into the blocks that they fill.
+
+    Raises `ModelError` with `name` if the columns do not fill super-blocks, or if fp8 scales differ
+    within a block.
+    """
     rows, cols = (fmt.padded_rows(coded.codes.shape[0]), fmt.padded_cols(coded.codes.shape[1]))
     if fmt.encoding.rows_per_scale > 1 and coded.scales is not None:
         _require_block_scales(coded.scales, fmt, name)

@@ -134,7 +134,7 @@ def _stored(codes: Tensor) -> Tensor:
 
 
 def _require_finite(found: Tensor, source: Tensor, fmt: WeightFormat, name: str) -> None:
-    """Raise `ModelError` if `found` is not finite, because of `source` or because of rounding."""
+    """Raise `ModelError` if `found` is not finite; the message says whether `source` was finite."""
     if found.isfinite().all():
         return
     if not source.isfinite().all():

@@ -52,7 +52,7 @@ def coded_matrix(
 
 
 def minima_of(zeros: Tensor, scales: Tensor) -> Tensor:
-    """Convert zero points to minima: minus zero * scale, rounded to fp16."""
+    """Return the minima of zero points: -(zero * scale), rounded to fp16."""
     return (-zeros.float() * scales.float()).half()
 
 

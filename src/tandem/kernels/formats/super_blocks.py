@@ -47,7 +47,7 @@ def _stretched(
     """Return the codes with super-scales for which sum(w x value) is sum(w x x).
 
     Here x is a weight and w its importance. Scales of least error make all values too small, as
-    for formats with grids. The super-scales grow at most by `MOST_STRETCH`.
+    for formats with grids. The super-scales grow at most by the factor `MOST_STRETCH`.
     """
     weighed = x if importance is None else x * importance
     values = decode(coded, fmt).view(x.shape)
@@ -112,7 +112,7 @@ def _by_super(sums: Tensor, fmt: WeightFormat) -> Tensor:
 
 
 def _chosen(is_better: Tensor, one: CodedMatrix, other: CodedMatrix) -> CodedMatrix:
-    """Return `one` in the super-blocks where it is better, else `other`."""
+    """Return the super-blocks of `one` where `is_better`, and those of `other` elsewhere."""
 
     def choose(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         if a is None or b is None:

@@ -49,7 +49,7 @@ class Encoding:
     table: tuple[float, ...] = ()
     """Values of the stored codes of table formats, in the format's own units (powers of two)."""
     grid: Grid | None = None
-    """Set if codes are lines of a grid: describes the words that hold codes and scales."""
+    """The layout of words that hold codes and scales, if codes are lines of a grid; else None."""
 
     @property
     def scale_bytes(self) -> float:
@@ -248,7 +248,7 @@ class MixedFormat:
 
     @property
     def name(self) -> str:
-        """Both names, as in `expert_dtype`."""
+        """Both names joined by "+", as in `expert_dtype`."""
         return f"{self.up.name}{_AND}{self.down.name}"
 
 
@@ -313,7 +313,7 @@ def find_expert_format(name: str) -> ExpertFormat:
 
 
 def find_format(name: str) -> WeightFormat:
-    """Return the format of a name or alias, ignoring case; `ConfigError` lists similar names."""
+    """Return the format of a name or alias in any case; `ConfigError` if there is none."""
     by_name, lower = {fmt.name: fmt for fmt in FORMATS}, name.lower()
     try:
         return by_name[ALIASES.get(lower, lower)]

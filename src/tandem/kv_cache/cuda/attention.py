@@ -16,9 +16,10 @@ _MOST_SCORE_BYTES = 64 << 20
 
 
 def visible(place: Tensor, position: Tensor, window: int, chunk: int = 0) -> Tensor:
-    """Return a mask of the positions that the token at `place` sees: in its window and its chunk.
+    """Return a mask that tells whether a token at `place` sees `position`.
 
-    `window` and `chunk` are sizes; 0: no limit.
+    A token sees itself and earlier tokens in its window and its chunk, whose sizes are `window` and
+    `chunk`; 0: no limit. `place` and `position` are broadcast.
     """
     seen = position <= place
     if chunk:
@@ -45,10 +46,10 @@ def attention(
     sinks: Tensor | None,
     bias: BiasOf | None = None,
 ) -> Tensor:
-    """Attend with `q` (b, h, n, d) to `k` and `v` (b, h, m, d).
+    """Return the attention of `q` (b, h, n, d) to `k` and `v` (b, h, m, d): (b, h, n, d).
 
     `sinks` (h, n or 1, 1) take a share of the softmax. `bias` returns what is added to the scores
-    of some queries.
+    of a range of the queries.
     """
     if not form.softcap and sinks is None and bias is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=form.scale)
@@ -64,7 +65,7 @@ def attention_in_pieces(
     sinks: Tensor | None,
     bias: BiasOf | None = None,
 ) -> Tensor:
-    """Compute `_attention_by_scores` for some queries at a time."""
+    """Compute `attention` from its scores, for few queries at a time to limit their memory."""
     # fp32 scores of 2,048 queries of gpt-oss at 8,192 positions are 4 GB, and there are copies.
     bytes_per_query = 4 * q.shape[0] * q.shape[1] * k.shape[2]
     count = max(1, _MOST_SCORE_BYTES // bytes_per_query)
@@ -80,7 +81,7 @@ def attention_in_pieces(
 
 
 def _of_queries(tensor: Tensor, some: slice) -> Tensor:
-    """Return a tensor (..., n, m) for some queries only; unchanged if n = 1, as all share it."""
+    """Return the part of a tensor (..., n, m) for a range of the n queries; all of it if n = 1."""
     return tensor if tensor.shape[-2] == 1 else tensor[..., some, :]
 
 
@@ -93,7 +94,7 @@ def _attention_by_scores(
     sinks: Tensor | None,
     added: Tensor | None,
 ) -> Tensor:
-    """Compute `attention` with all scores in memory, for cases that fused kernels lack."""
+    """Compute `attention` with all scores in memory; `added`, if given, is the bias."""
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * form.scale
     if added is not None:
         scores = scores + added

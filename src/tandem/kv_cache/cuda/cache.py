@@ -41,7 +41,7 @@ _SHORTEST_LENGTH = 256
 
 
 class StaticKvCache(SlotCache):
-    """Keys and values of all layers for a fixed number of slots."""
+    """Keys and values of all layers on a GPU, for a fixed number of slots that grow."""
 
     keeps_latents = shares_values = True
     states: DeviceStates
@@ -60,7 +60,7 @@ class StaticKvCache(SlotCache):
         state_kernels: StateKernels | None = None,
         stream_kernels: StreamKernels | None = None,
     ) -> None:
-        """Hold `num_slots` slots of `capacity` tokens in the memory of `device`.
+        """Start with `num_slots` empty slots on `device`, with room for `capacity` tokens each.
 
         If memory is short, `make_room` is called; it must return whether it freed any. Keys and
         values are stored in `kv_dtype`. In decode steps, `kernels` attend, `window_kernels` attend
@@ -71,10 +71,10 @@ class StaticKvCache(SlotCache):
         self.stream_kernels = stream_kernels
         self.capacity = _rounded(capacity)
         self.generation = 0
-        """Increases when captured steps become invalid: when the cache grows, if there are no
-        kernels."""
+        """Increases when captured steps become invalid. This happens when the slots grow, but only
+        without kernels."""
         self.attended_length = 0 if kernels is not None else _SHORTEST_LENGTH
-        """Positions that each decode step reads; 0: as many as the slots hold."""
+        """Positions of each slot that a decode step reads; 0: each token reads up to its own."""
         self._device = device
         self._make_room = make_room
         self._kv_dtype, self._kernels = kv_dtype, kernels
@@ -96,17 +96,17 @@ class StaticKvCache(SlotCache):
 
     @property
     def num_bytes(self) -> int:
-        """The KV cache's current size in bytes, including copies of states on the host."""
+        """The KV cache's current size in bytes, including the states' checkpoints on the host."""
         return self.kv_bytes + self.states.num_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values, including index keys and compressed ones."""
+        """Bytes of keys, values, index keys and compressed keys."""
         kept = sum(layer.num_bytes for layer in self._layers.values()) + self.windows.num_bytes
         return kept + self.index_keys.num_bytes
 
     def begin(self, segment: Segment) -> None:
-        """Announce a prompt's next tokens, of one slot."""
+        """Announce the next tokens of a prompt in one slot."""
         assert segment.first_position == self.lengths[segment.slot]
         self._announce([segment], is_decoding=False)
         self.slots = torch.full((segment.num_tokens,), segment.slot, device="cpu")
@@ -116,7 +116,7 @@ class StaticKvCache(SlotCache):
         self.states.begin_prompt(segment)
 
     def places(self, num_tokens: int) -> StepPlaces:
-        """Return the slots and positions of steps of this size: always the same tensors."""
+        """Return the `StepPlaces` of steps of `num_tokens` tokens: one object for each size."""
         if num_tokens not in self._places:
             self._places[num_tokens] = StepPlaces(num_tokens, self._device)
         return self._places[num_tokens]
@@ -191,9 +191,10 @@ class StaticKvCache(SlotCache):
         self.windows.copy_prefix(source, target, length)
 
     def reachable(self, slot: int, length: int) -> int:
-        """Return how many of its first `length` tokens a slot can continue from.
+        """Return how many of a slot's first `length` tokens the slot can continue from.
 
-        0 if a ring no longer has what the next token sees.
+        0 if the ring of a layer no longer has a position that the next token sees. In a model with
+        states, the result may be only the length of the longest checkpoint.
         """
         length = super().reachable(slot, length)
         return length if self.windows.rings.reaches(slot, length) else 0
@@ -220,7 +221,8 @@ class StaticKvCache(SlotCache):
         """Store the step's new index keys of a layer; return a mask of what its tokens see.
 
         The mask is (n_tokens, positions), or (n_tokens, heads, positions) if each head selects for
-        itself. A step that selects keys gets their numbers, as in `DeviceIndexKeys.of_step`.
+        itself. If a decode step selects keys, the result has the numbers of the keys instead, as in
+        `DeviceIndexKeys.of_step`.
         """
         if self._kernels is not None:
             raise NotInSlotsError("kernels attend to all positions")
@@ -238,7 +240,7 @@ class StaticKvCache(SlotCache):
         return torch.arange(first, first + count, device=self._device)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Append the expected layer's new keys and values, and attend: (n_tokens, heads, dim)."""
+        """Append the expected layer's keys and values; return attention (n_tokens, heads, dim)."""
         if self.has_compressed:
             return self._attend_in_windows(call)
         call = _with_mask(call)
@@ -272,7 +274,7 @@ class StaticKvCache(SlotCache):
         return first > 0 and count * wider < expanding
 
     def attend_expanded(self, call: AttentionCall, expansion: Expansion) -> Tensor:
-        """Append a prompt's new latents, and attend to its slot's latents, expanded."""
+        """Append new latents; return attention to keys and values expanded from latents."""
         kept, _ = self._appended(call)
         call = _with_mask(call)._replace(form=expansion.form)
         return attend_in_prompt(call, *expansion.expand(kept[0]))
@@ -319,7 +321,7 @@ class StaticKvCache(SlotCache):
         return lambda some: whole[:, :, some]
 
     def _layer(self, call: AttentionCall) -> LayerMemory:
-        """Return the expected layer, which is created on first use for keys like the call's."""
+        """Return the expected layer; on its first use, create it for the call's form and dtype."""
         number = self._expected_layer()
         if number not in self._layers:
             stored = stored_dtype(self._kv_dtype, call.key.dtype)
@@ -347,7 +349,7 @@ class StaticKvCache(SlotCache):
                     ) from error
 
     def reserve(self, needed: int) -> None:
-        """Make room for `needed` tokens in each slot; raises `CapacityError` if there is none."""
+        """Make room for `needed` tokens in each slot; raises `CapacityError` if memory is short."""
         if needed <= self.capacity:
             return
         capacity, used = _rounded(max(needed, self.capacity * 3 // 2)), max(self.lengths)
@@ -363,8 +365,8 @@ class StaticKvCache(SlotCache):
     def _read_slots(self) -> slice | Tensor:
         """Return an index of the slots that the step's tokens read.
 
-        It is a slice if there is only one slot, or if token i reads slot i. Otherwise it is a
-        tensor, with which reading copies the slots.
+        The index is a slice if there is only one slot, or if token i reads slot i. Otherwise it is
+        a tensor; reading with a tensor copies the slots.
         """
         if len(self.lengths) == 1:
             return slice(1)
@@ -372,7 +374,7 @@ class StaticKvCache(SlotCache):
 
 
 def _with_mask(call: AttentionCall) -> AttentionCall:
-    """Return a call whose selection is a mask again; models' code has converted it to integers."""
+    """Return the call with its selection as a boolean mask; models' code turns it into integers."""
     return call if call.selected is None else call._replace(selected=call.selected != 0)
 
 
@@ -381,7 +383,7 @@ def _rounded(tokens: int) -> int:
 
 
 def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Describe a tensor for an error message; one with four dimensions holds keys and values."""
+    """Describe a tensor for an error message; a tensor of four dimensions holds keys or values."""
     if len(shape) == 4:
         return f"a KV cache of {shape[0]} slots of {shape[2]} tokens"
     return f"{format_bytes(math.prod(shape) * dtype.itemsize)} of sequence slots"

@@ -25,10 +25,13 @@ _MOST_SCORES = 1 << 26
 
 
 class DeviceIndexKeys(KeptIndexKeys):
-    """Index keys on a GPU."""
+    """Index keys on a GPU, stored in fp32."""
 
     def __init__(self, num_slots: int, zeros: Zeros, kernels: DecodeKernels | None = None) -> None:
-        """Start empty, for `num_slots` slots; without `kernels`, torch selects keys."""
+        """Start empty, for `num_slots` slots; `zeros` allocates the keys.
+
+        `kernels`, if given, make the selections of keys; torch makes the selections of positions.
+        """
         super().__init__(num_slots, zeros)
         self._kernels = kernels
 
@@ -83,10 +86,11 @@ class DeviceIndexKeys(KeptIndexKeys):
         query: Tensor,
         weights: Tensor | None,
     ) -> Tensor:
-        """Store the new keys of a step; return a mask of which of `length` positions tokens see.
+        """Store a step's new keys; return a mask (n_tokens, length) of what its tokens see.
 
-        `read` is the index of the slots whose keys the tokens score, as in `StaticKvCache`. If keys
-        are selected, the result is their numbers (n_tokens, most), padded with -1.
+        The mask is (n_tokens, heads, length) if each head selects for itself. If keys are selected,
+        the result has their numbers (n_tokens, most) instead, padded with -1. `read` is an index of
+        the slots whose keys the tokens score: a slice or a tensor of one slot for each token.
         """
         slots, positions = places.slots, places.positions
         selection, block = new.selection, new.selection.block
@@ -119,7 +123,7 @@ class DeviceIndexKeys(KeptIndexKeys):
 
 
 def last_of_blocks(tokens: Tensor, first: int, block: int) -> Tensor:
-    """Return the tokens (n_tokens, ...) of a slot, from position `first` on, that end a block."""
+    """Return those of `tokens` (n_tokens, ...) that end a block; they begin at position `first`."""
     return tokens[block - 1 - first % block :: block]
 
 
@@ -139,9 +143,10 @@ def num_keys(length: int, block: int) -> int:
 
 
 def whole_keys(places: Tensor, block: int, length: int) -> Tensor:
-    """Return the numbers (n_tokens, keys) of the keys of whole blocks; -1 for other keys.
+    """Return the numbers (n_tokens, keys) of the keys that each token can see; -1 for other keys.
 
-    Tokens see all of these keys unless an indexer selects some.
+    A token can see the keys of blocks that are whole at its place. It sees all of them unless an
+    indexer selects some.
     """
     seen = are_whole(places, block, length)
     return torch.where(seen, torch.arange(seen.shape[1], device=places.device), -1)
@@ -154,7 +159,11 @@ def are_whole(places: Tensor, block: int, length: int) -> Tensor:
 
 
 def _all_seen(places: Tensor, selection: Selection, length: int, query: Tensor) -> Tensor:
-    """Return a mask in which tokens see all earlier positions, for each head if heads select."""
+    """Return a mask in which tokens see all positions up to their own, without a selection.
+
+    The mask is (n_tokens, length), or (n_tokens, heads, length) with `by_head`. With `are_keys`, it
+    is (n_tokens, keys), and tokens see the keys of whole blocks.
+    """
     seen = _visible(places, selection, length)
     return seen[:, None].expand(-1, query.shape[1], -1) if selection.by_head else seen
 
@@ -167,7 +176,10 @@ def _seen_by(
     places: Tensor,
     length: int,
 ) -> Tensor:
-    """Return a mask of which of `length` positions tokens see, by scoring `keys`."""
+    """Score `keys`; return a mask of which of `length` positions tokens see.
+
+    The mask has the same shape as the result of `_all_seen`.
+    """
     if not selection.by_head:
         scores = scores_of(keys, selection.scale, query, weights)
         return _seen(scores, places, selection, length)
@@ -184,10 +196,10 @@ def _visible(places: Tensor, selection: Selection, length: int) -> Tensor:
 
 
 def _seen(scores: Tensor, places: Tensor, selection: Selection, length: int) -> Tensor:
-    """Return a mask of which of `length` positions tokens see, by scores (n_tokens, n_blocks).
+    """Return a mask (n_tokens, length) of what tokens see by `scores` (n_tokens, n_blocks).
 
     Tokens see the best whole blocks, and the positions after the last whole block up to their own.
-    If keys are selected, the mask is of keys.
+    If keys are selected, the mask is (n_tokens, keys).
     """
     num_blocks, block = scores.shape[1], selection.block
     num_whole = (places + 1) // block

@@ -50,10 +50,11 @@ class DecodeKernels(Protocol):
         bias: DistanceBias | None = None,
         is_prompt: bool = False,
     ) -> Tensor:
-        """Attend to all positions or to a window, and to the whole prompt if the form keeps it.
+        """Store the tokens' keys and values; attend to the positions that `form` lets tokens see.
 
-        If `value` has zero dimensions, values are a part of the keys. `prompt_lengths` has the
-        prompt length of each token's slot. With `is_prompt`, all tokens must be of one slot.
+        These are all positions or a window, and the whole prompt if `form.keeps_prompt`. If `value`
+        has zero dimensions, values are a part of the keys. `prompt_lengths` has the prompt length
+        of each token's slot. With `is_prompt`, all tokens must be of one slot.
         """
 
     def in_windows(
@@ -71,7 +72,11 @@ class DecodeKernels(Protocol):
         ring: int,
         ratio: int,
     ) -> Tensor:
-        """Attend to windows in rings and to compressed keys, as in `DeviceWindows`."""
+        """Store the tokens' keys; attend to windows in rings and to compressed keys.
+
+        See `DeviceWindows.of_step`. `compressed` are the new compressed keys, one for each token;
+        `chosen` has the numbers of the compressed keys that tokens see; None: all.
+        """
 
     def select_keys(
         self,
@@ -89,10 +94,9 @@ class DecodeKernels(Protocol):
     ) -> Tensor:
         """Store tokens' index keys; return the numbers (n_tokens, most) of the selected keys.
 
-        See `DeviceIndexKeys.of_step`.
-        `keys` is (slots, room, dim) fp32, one key per `block` of positions; the keys of the first
-        `length` positions are scored. `key` is (n_tokens, dim), `query` (n_tokens, heads, dim),
-        `weights` (n_tokens, heads).
+        See `DeviceIndexKeys.of_step`. `keys` is (slots, room, dim) fp32, one key per `block` of
+        positions; the keys of the first `length` positions are scored. `key` is (n_tokens, dim),
+        `query` (n_tokens, heads, dim), `weights` (n_tokens, heads).
         """
 
     def select_keys_of_prompt(
@@ -115,17 +119,20 @@ class DecodeKernels(Protocol):
 
 
 def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which keys and values are stored; "auto" is their own `dtype`."""
+    """Return the dtype in which keys and values are stored; "auto" is `dtype`, the model's.
+
+    Raises `ConfigError` for an unknown `kv_dtype`.
+    """
     if kv_dtype not in ("auto", *_DTYPES):
         raise ConfigError(f"kv_dtype is {kv_dtype!r}; expected auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(kv_dtype, dtype)
 
 
 class StepPlaces:
-    """The slots and positions of a decode step's tokens, at fixed addresses for each size."""
+    """The slots, positions and runs of the tokens of steps of one size, at fixed addresses."""
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
-        """Allocate memory for `num_tokens` tokens, whose slots and positions `upload` sets."""
+        """Allocate memory for steps of `num_tokens` tokens; `upload` sets a step's values."""
         self._device, self._masks = device, dict[tuple[int, int, bool], Tensor]()
         self._width = max(2, num_tokens)  # kernels are compiled for addresses of whole 16 bytes
         fields = len(Run._fields)
@@ -148,7 +155,7 @@ class StepPlaces:
         runs: Sequence[Run],
         prompt_lengths: Sequence[int],
     ) -> None:
-        """Queue the copies of a step's slots, positions, runs and prompt lengths to the device."""
+        """Queue copies of a step's values to the device; update the masks that `mask` returned."""
         gap = [0] * (self._width - len(slots))
         rows = (*slots, *gap, *positions, *gap, *prompt_lengths, *gap)
         numbers = [*rows, *(number for run in runs for number in run)]
@@ -157,9 +164,9 @@ class StepPlaces:
             mask.copy_(self._seen(*kind, mask.shape[3]))
 
     def mask(self, form: AttentionForm, capacity: int) -> Tensor:
-        """Return which of `capacity` positions each token sees: (n_tokens, 1, 1, capacity).
+        """Return a mask of which of `capacity` positions tokens see: (n_tokens, 1, 1, capacity).
 
-        The mask is always the same tensor, which `upload` updates.
+        Calls with the same `capacity` return the same tensor for a form; `upload` updates it.
         """
         kind = form.window, form.chunk, form.keeps_prompt
         if kind not in self._masks or self._masks[kind].shape[3] != capacity:
@@ -177,7 +184,10 @@ class StepPlaces:
 
 
 class LayerMemory:
-    """One layer's keys and values of all slots, in ordinary tensors even in inference mode."""
+    """One layer's keys and values of all slots.
+
+    It must be created and grown outside inference mode, so that its tensors are ordinary ones.
+    """
 
     def __init__(
         self,
@@ -232,7 +242,7 @@ class LayerMemory:
             self._tensors[number][slots, :, at] = new.to(self.dtype)
 
     def as_kept(self, key: Tensor) -> Tensor:
-        """Return keys with the rounding that storing them causes."""
+        """Return keys as `read` would return them after `store`: rounded to the stored dtype."""
         if self.dtype == torch.int8:
             codes, scale = _codes(key)
             return (codes * scale[..., None]).to(key.dtype)
@@ -248,7 +258,7 @@ class LayerMemory:
     def read(
         self, slots: int | slice | Tensor, end: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the first `end` positions of some slots, in a dtype."""
+        """Return in `dtype` the keys and values of the first `end` positions of some slots."""
         found = []
         for number in range(self._num_lines):
             stored = self._tensors[number][slots, :, :end]
@@ -263,7 +273,7 @@ class LayerMemory:
             tensor[target, :, :length] = tensor[source, :, :length]
 
     def invent(self, length: int) -> None:
-        """Fill the first positions with made-up numbers."""
+        """Fill the first `length` positions of all slots with made-up numbers."""
         for tensor in self._tensors:
             some = tensor[:, :, :length]
             if self.dtype != torch.int8:
@@ -293,7 +303,7 @@ class LayerMemory:
 
 
 def _codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (..., dim) as int8 codes, and a scale for each `dim` values."""
+    """Return `numbers` (..., dim) as int8 codes, and an fp32 scale (...) for each `dim` values."""
     scale = numbers.float().abs().amax(-1) / _LARGEST
     codes = (numbers.float() / scale.clamp_min(1e-32)[..., None] + 0.5).floor()
     return codes.to(torch.int8), scale

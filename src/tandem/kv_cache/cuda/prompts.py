@@ -1,4 +1,4 @@
-"""Attention of a prompt's tokens in torch: the tokens are the last of their slot."""
+"""Attention of a prompt's new tokens in torch; they are the last tokens of their slot."""
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ from tandem.kv_cache.cuda.attention import (
 def attend_in_prompt(call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
     """Return the result of attention for the call's tokens: (n_tokens, heads, value_dim).
 
-    `keys` and `values` (KV heads, positions, dim) must be all of the slot's. The call's tokens must
-    be the last of them.
+    `keys` and `values` (KV heads, positions, dim) must be those of all the slot's positions. The
+    call's tokens must be at the last positions.
     """
     form, query, _, _, sinks, selected, _, bias = call
     count, total = query.shape[1], keys.shape[1]
@@ -43,7 +43,11 @@ def attend_in_prompt(call: AttentionCall, keys: Tensor, values: Tensor) -> Tenso
 
 
 def attend_to_latents(call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend with a prompt's few tokens to latents, which all heads share, without copying them."""
+    """Return the result of attention to latents, without a copy of the latents for each head.
+
+    The arguments and the result are as in `attend_in_prompt`. If few tokens follow a long text,
+    this is cheaper than expanding the latents.
+    """
     form, query, _, _, sinks, selected, *_ = call
     mask = _seen_by_last(query, keys.shape[1], form.window, selected)[:, None]
     of_tokens = query.transpose(0, 1)[None]  # (1, n_tokens, heads, dim)
@@ -54,14 +58,18 @@ def attend_to_latents(call: AttentionCall, keys: Tensor, values: Tensor) -> Tens
 def _seen_by_last(
     query: Tensor, total: int, window: int, selected: Tensor | None, chunk: int = 0
 ) -> Tensor:
-    """Return a mask (n, total) of what n queries see; the queries are the last positions."""
+    """Return a mask (n, total) of the positions that n queries see.
+
+    The queries must be at the last n of the `total` positions. The mask is (heads, n, total) if the
+    mask `selected` has heads.
+    """
     place = torch.arange(total - query.shape[1], total, device=query.device)[:, None]
     seen = visible(place, torch.arange(total, device=query.device)[None], window, chunk)
     return seen if selected is None else seen & selected
 
 
 def _bias_of_last(bias: DistanceBias, total: int) -> BiasOf:
-    """Return the bias as a function of a range of queries; the queries are the last positions."""
+    """Return the bias as a function of a range of queries, which are at the last positions."""
     positions = torch.arange(total, device=bias.states.device)
     own = positions[total - bias.states.shape[1] :, None]
 

@@ -1,6 +1,6 @@
-"""States on a GPU at fixed addresses: convolutions and recurrences of captured steps.
+"""States on a GPU at fixed addresses, so that captured steps can advance them.
 
-Padding tokens of a decode step are idle runs.
+The padding tokens of a decode step form idle runs, which store no state (see `Run`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -50,28 +50,28 @@ class _Part(NamedTuple):
 
     tokens: SlotTokens
     places: StepPlaces | Segment
-    """The positions of a step or of a prompt segment."""
+    """The slots and positions of a step's tokens, or the segment of a prompt."""
 
 
 class DeviceStates(KeptStates[DeviceLayer]):
-    """States on a device, which the device's kernels advance."""
+    """States on a GPU, which `StateKernels` advance."""
 
     def __init__(
         self, num_slots: int, kernels: StateKernels, zeros: Zeros, device: torch.device
     ) -> None:
-        """Hold states for `num_slots` slots, in memory from `zeros`."""
+        """Hold states for `num_slots` slots; `zeros` allocates them when the model uses a layer."""
         super().__init__(num_slots)
         self._kernels, self._zeros, self._device = kernels, zeros, device
         self._half = [0] * num_slots  # of a slot's log, that is read next
         self._parts: list[_Part] = []
         self.have_log = True
-        """Whether the announced step logs or repeats drafted tokens."""
+        """Whether the announced step logs drafted tokens, or advances states over logged tokens."""
 
     def _of(self, layer: DeviceLayer) -> tuple[Tensor, ...]:
         return layer.memory
 
     def begin_prompt(self, segment: Segment) -> None:
-        """Announce a prompt's tokens, of one slot."""
+        """Announce the tokens of a prompt in one slot; split them where checkpoints are left."""
         run = self._run(segment, 0, segment.num_tokens)
         self.begin([segment])
         ends = [*(cut.token for cut in self._cuts), segment.num_tokens]
@@ -86,10 +86,11 @@ class DeviceStates(KeptStates[DeviceLayer]):
             first = end
 
     def begin_decode(self, segments: Sequence[Segment], places: StepPlaces) -> list[Run]:
-        """Announce a step's tokens, slot by slot; padding tokens follow them.
+        """Announce a step's tokens, slot by slot; padding tokens fill the rest of `places`.
 
         Returns the runs, which the caller must pass to `places.upload`; a captured step reads them
-        there. All but the first token of a slot may be taken back.
+        there. All but the first token of a slot may be taken back. Raises `ValueError` for too many
+        tokens of one slot.
         """
         runs = places.runs
         found, row = [], 0

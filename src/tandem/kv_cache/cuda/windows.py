@@ -2,8 +2,9 @@
 
 A key is its own value, and all heads share it. A ring keeps position p at p modulo the ring's size,
 so that its memory does not grow with the text; a margin allows slots to go back. Compressed keys
-are stored after the ring. In a step, each token attends to the places of its window and of the
-selected keys. The step's shapes depend only on its size, so that the step can be captured.
+are stored after the ring; an index into this memory of a slot is called a place. In a step, each
+token attends to the places of its window and of the selected keys. The step's shapes depend only on
+its size, so that the step can be captured.
 """
 
 from typing import NamedTuple
@@ -39,12 +40,12 @@ class _Layer(NamedTuple):
         return ring_size(self.window)
 
     def num_places(self, num_tokens: int) -> int:
-        """Return how many places may be read in a slot of this many tokens."""
+        """Return how many places, from the first on, a slot of `num_tokens` tokens uses."""
         return self.ring + (num_tokens // self.ratio if self.ratio else 0)
 
 
 class DeviceWindows:
-    """The layers of a model that have a window, some with compressed keys."""
+    """Stores the keys of a model's layers with a window, some with compressed keys, and attends."""
 
     def __init__(
         self, num_slots: int, zeros: Zeros, kv_dtype: str, kernels: DecodeKernels | None = None
@@ -71,7 +72,7 @@ class DeviceWindows:
         return sum(layer.memory.num_bytes for layer in self._layers.values())
 
     def reserve(self, capacity: int, used: int) -> None:
-        """Make room for the keys of `capacity` tokens in each slot, of which `used` are kept."""
+        """Make room for `capacity` tokens in each slot; keep the first `used` tokens' keys."""
         self._capacity = capacity
         for layer in self._layers.values():
             if layer.ratio:
@@ -79,20 +80,20 @@ class DeviceWindows:
                 layer.memory.grow(room, layer.num_places(used))
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot to another."""
+        """Copy the rings and the keys of slot `source`'s first `length` tokens to slot `target`."""
         for layer in self._layers.values():
             layer.memory.copy_prefix(source, target, layer.num_places(length))
         self.rings.follow(source, target)
 
     def invent(self, length: int) -> None:
-        """Fill all slots' first `length` tokens with made-up numbers."""
+        """Fill every slot with made-up keys for `length` tokens."""
         for layer in self._layers.values():
             layer.memory.invent(layer.num_places(length))
         for slot in range(self._num_slots):
             self.rings.begin_anew(slot, length)
 
     def of_prompt(self, number: int, segment: Segment, call: AttentionCall) -> Tensor:
-        """Append a prompt's tokens of one slot to a layer, and attend: (n_tokens, heads, dim)."""
+        """Append a prompt's tokens to a layer; return attention (n_tokens, heads, dim)."""
         form, query, key, _, sinks, selected, new, _ = call
         layer, (slot, first, count) = self._layer(number, call), segment
         memory, ring, ratio, end = layer.memory, layer.ring, layer.ratio, first + count
@@ -113,7 +114,7 @@ class DeviceWindows:
         return attention_in_pieces(form, of_tokens, keys, keys, mask, heads)[0]
 
     def of_step(self, number: int, step: StepPlaces, length: int, call: AttentionCall) -> Tensor:
-        """Append a step's tokens to a layer, and attend as `of_prompt` does.
+        """Append a step's tokens to a layer; return attention as `of_prompt` does.
 
         If no keys are selected, tokens see the compressed keys of the first `length` positions.
         """
@@ -140,7 +141,7 @@ class DeviceWindows:
     def _attend(
         self, memory: LayerMemory, slots: Tensor, places: Tensor, call: AttentionCall
     ) -> Tensor:
-        """Attend to the given places (n_tokens, most) of slots; -1 stands for no place."""
+        """Return attention to places (n_tokens, most) of the tokens' slots; -1: no place."""
         query, sinks = call.query, call.sinks
         keys = memory.keys_at(slots[:, None], places.clamp(min=0), query.dtype)
         keys = keys.transpose(1, 2)  # (n_tokens, 1, most, dim)
@@ -150,7 +151,7 @@ class DeviceWindows:
         return attention(call.form, of_tokens, keys, keys, mask, heads)[:, 0]
 
     def _layer(self, number: int, call: AttentionCall) -> _Layer:
-        """Return a layer, which is created on first use."""
+        """Return layer `number`; on its first use, create it for the call's form and dtype."""
         if number not in self._layers:
             form, new = call.form, call.compressed
             dtype = stored_dtype(self._kv_dtype, call.key.dtype)
@@ -166,8 +167,9 @@ class DeviceWindows:
 
 
 def _room(window: int, ratio: int, num_tokens: int) -> int:
-    """Return the number of places in a slot: of the ring, the keys and one more.
+    """Return the number of places for `num_tokens` tokens of a slot: its ring, keys and one more.
 
-    The additional place is for keys of tokens that end no window; see `number_of_key`.
+    The additional place is for keys of tokens that end no window; see `number_of_key`. Without
+    compressed keys (`ratio` 0), there is only the ring.
     """
     return ring_size(window) + (-(-num_tokens // ratio) + 1 if ratio else 0)

@@ -1,10 +1,11 @@
-"""Tandem's own assignment: the best of all (fetches, spills) counts, with copies in a pipeline.
+"""Tandem's own assignment: the best numbers of fetches and spills, with copies in a pipeline.
 
 Absent experts are ranked by CPU seconds, resident experts by CPU seconds per GPU second. The GPU
-fetches the first x absent experts and gives the last y resident experts to the CPU. Where GPU time
-does not depend on the token count (weights are read once), no other choice of x + y experts is
-better, so the best pair (x, y) is the optimum. The best y only grows with x, so the search costs
-O(n log n). All experts on the CPU is one of the pairs, so the answer is never worse than that.
+fetches the first x absent experts and gives the last y resident experts to the CPU (spills them).
+Where GPU time does not depend on the token count (weights are read once), no other choice of x + y
+experts is better, so the best pair (x, y) is the optimum. The best y only grows with x, so the
+search costs O(n log n). All experts on the CPU is one of the pairs, so the answer is never worse
+than the CPU alone.
 
 If absent experts must first be read from a disk, every number of fetches among them is tried with
 each pair. The CPU computes the unfetched experts as they are read, and the copy of a fetched expert
@@ -19,7 +20,7 @@ from tandem.policy.assignment.problem import LayerProblem, Split, added, compute
 
 
 class _Read(NamedTuple):
-    """The times that disk reads add to a layer if `fetch` of the experts on disk are fetched."""
+    """The times that disk reads add to a layer if the GPU fetches `fetch` experts from the disk."""
 
     fetch: int
     is_cpus: bool  # whether the CPU computes any of them
@@ -32,7 +33,11 @@ class _Read(NamedTuple):
 
     @classmethod
     def of(cls, problem: LayerProblem, on_disk: Sequence[int], fetch: int, link: float) -> "_Read":
-        """Return the times if the first `fetch` are fetched; all others are read before them."""
+        """Return the times if the GPU fetches the first `fetch` experts of `on_disk`.
+
+        The CPU computes the other experts of `on_disk`, which are read first. `link` is the seconds
+        of one copy.
+        """
         left, total, copied = on_disk[fetch:], 0.0, 0.0
         after_link = after_reads = float("-inf")
         end = arrived = added(problem.read for _ in left)
@@ -58,7 +63,7 @@ class _Read(NamedTuple):
 
 
 class _Residents(NamedTuple):
-    """Resident experts in the order of spilling; the other lists are by number of spills.
+    """Resident experts in the order of spilling; other lists are indexed by number of spills.
 
     `spilled` ends before the first expert that is not in memory.
     """
@@ -70,7 +75,7 @@ class _Residents(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Numbers of fetches from memory, fetches from the disk and spills, with both end times."""
+    """Numbers of fetches from memory, fetches from the disk, and spills; with both end times."""
 
     fetch: int
     read: int
@@ -87,7 +92,7 @@ class Balanced:
     """Chooses the numbers of fetches and spills for which the later processor ends soonest."""
 
     def __init__(self, *, pipelined: bool = True) -> None:
-        """Choose the cost model: the pipeline's; without `pipelined`, DALI's equations 3 to 9."""
+        """Choose the cost model: the pipeline's if `pipelined`, else DALI's equations 3 to 9."""
         self.pipelined = pipelined
 
     def assign(self, problem: LayerProblem) -> Split:
@@ -152,7 +157,11 @@ class Balanced:
     def _fetch_seconds(
         self, problem: LayerProblem, absent: Sequence[int], link: float
     ) -> tuple[list[float], list[float]]:
-        """Return two lists by number of fetches: their total GPU seconds, and when they end."""
+        """Return two lists, indexed by number of fetches from memory.
+
+        The first holds the fetched experts' total GPU seconds, the second when the GPU has computed
+        them if it computes nothing else (0 if not `pipelined`).
+        """
         limit = min(len(absent), problem.max_fetches)
         gpu = problem.gpu
         total, done = [0.0], [0.0]
@@ -175,7 +184,7 @@ class Balanced:
         residents: _Residents,
         read: _Read,
     ) -> _Pair:
-        """Return the pair, given these reads, for which the later processor ends soonest."""
+        """Return the best `_Pair` with the disk reads `read`: the later processor ends soonest."""
         surcharge = problem.cpu_first if self.pipelined else 0.0
         slower = problem.cpu_slowdown - 1.0 if self.pipelined else 0.0
         link, (_, held_left, floor, spilled) = problem.link, residents
@@ -209,7 +218,7 @@ class Balanced:
 
 
 def _one_after_another(arrivals: Sequence[tuple[float, float]]) -> float:
-    """Return when the GPU has computed experts with these (arrival, seconds), and no others."""
+    """Return when a GPU with only these experts, as (arrival, seconds), has computed them."""
     done = 0.0
     for arrival, seconds in arrivals:
         done = (arrival if arrival > done else done) + seconds

@@ -14,7 +14,7 @@ from tandem.policy.assignment.problem import (
 
 
 class CpuOnly:
-    """Leaves every expert to the CPU: the simplest rule, and a bound that no plan may exceed."""
+    """Leaves every expert to the CPU: the simplest rule; no useful plan takes longer."""
 
     pipelined = True
 
@@ -40,7 +40,7 @@ class HitsOnGpu:
     pipelined = True
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the split by residency alone; nothing is fetched for the running layer."""
+        """Return the split by residency alone; nothing is fetched for this layer."""
         return priced(problem, (), (), pipelined=True)
 
 
@@ -53,7 +53,7 @@ class LayerStatic:
     pipelined = True
 
     def __init__(self, *, stream_from: int | None = None) -> None:
-        """Set the number of routed tokens in a layer from which it is streamed; None: never."""
+        """Stream a layer through the GPU from `stream_from` routed tokens on; None: never."""
         self.stream_from = stream_from
 
     def assign(self, problem: LayerProblem) -> Split:
@@ -106,7 +106,7 @@ class Dali:
 
 
 class RatioSplit:
-    """Sorts experts by t_gpu / t_cpu; the GPU computes the prefix that balances both best.
+    """Sorts experts by t_gpu / t_cpu; the GPU takes the prefix that balances both processors best.
 
     This rounds the linear relaxation of equations 3 to 8 to integers. Experts over the fetch limit
     stay on the CPU.
@@ -135,11 +135,12 @@ class RatioSplit:
 
 
 class HybriMoe:
-    """HybriMoE: two pointers meet, from the heaviest resident and the lightest absent expert.
+    """HybriMoE: two pointers start at the heaviest resident and the lightest absent expert.
 
-    In each round the front expert goes to the GPU or the back expert to the CPU, whichever ends
-    sooner. Follows `HSS` of the released code (papers.md 3.1), but keyed by expert instead of list
-    position, and with this machine's costs in place of the code's constants.
+    They move towards each other until they meet. In each round the front expert goes to the GPU or
+    the back expert to the CPU, whichever ends sooner. Follows `HSS` of the released code (papers.md
+    3.1), but keyed by expert instead of list position, and with this machine's costs in place of
+    the code's constants.
     """
 
     pipelined = True

@@ -1,10 +1,10 @@
 """Rules for decode steps in one graph: hits that the device has published stay on the device.
 
-A resident is never spilled to the CPU, there is no plan without the device, and an expert whose
-copy is under way is a miss. The CPU computes some of the misses. The other misses are copied into
-staging slots meanwhile; a second launch computes them together once the hits, the CPU's share and
-the last copy are done. Misses that must be read from a disk stay on the CPU, which computes them
-last, as they arrive: copying them would only add to the wait.
+A resident is never spilled to the CPU, not even if the CPU alone would be faster, and an expert
+whose copy is under way is a miss. The CPU computes some of the misses. The other misses are copied
+into staging slots meanwhile; a second launch computes them together once the hits, the CPU's share
+and the last copy are done. Misses that must be read from a disk stay on the CPU, which computes
+them last, as they arrive: copying them would only add to the wait.
 
 Native code must make the same decisions, so numbers are added one by one, in the order given here.
 """
@@ -17,7 +17,10 @@ from tandem.policy.reads import IN_SLOT
 
 
 class Published(NamedTuple):
-    """A layer as a step in one graph has published it: the hits' time, and misses by position."""
+    """A layer as a step in one graph has published it: the time of its hits, and its misses.
+
+    The lists hold positions in `LayerProblem.experts`.
+    """
 
     held_seconds: float  # the device's seconds for its hits
     absent: list[int]  # misses that may be fetched
@@ -28,7 +31,7 @@ class Published(NamedTuple):
 
     @classmethod
     def of(cls, problem: LayerProblem) -> "Published":
-        """Return the problem's layer, its experts sorted into hits and misses, as published."""
+        """Return the layer of a problem, with its experts sorted into hits and misses."""
         held, places = 0.0, problem.places
         absent, under_way = list[int](), list[int]()
         in_memory, coming = list[int](), list[int]()
@@ -54,7 +57,7 @@ class Published(NamedTuple):
 
 
 def with_reads(problem: LayerProblem, layer: Published, cpu: float) -> float:
-    """Return when the CPU has computed `layer.coming`, after its other experts, done at `cpu`."""
+    """Return when the CPU has computed `layer.coming`; its other experts are done at `cpu`."""
     end = 0.0
     for i in layer.coming:
         if problem.is_on_disk(i):
@@ -90,7 +93,7 @@ def in_graph_seconds(
 class ReadyOnGpu:
     """The device computes every hit, the CPU every miss; nothing is fetched.
 
-    Copies under way for other layers are not priced.
+    Copies under way for other layers do not count in the times.
     """
 
     pipelined = True
@@ -131,7 +134,7 @@ class DaliInGraph:
     pipelined = False
 
     def assign(self, problem: LayerProblem) -> Split:
-        """Return the algorithm's split; the device's total starts with the hits."""
+        """Return the algorithm's split; the device's total starts with the time of the hits."""
         layer, cpu, link = Published.of(problem), problem.cpu, problem.link
         on_gpu, on_cpu = layer.held_seconds, added(cpu[i] for i in layer.in_memory)
         on_cpu = with_reads(problem, layer, on_cpu)

@@ -4,8 +4,8 @@ There are two cost models. `equation_seconds` is DALI's program (equations 3 to 
 time is a sum, and a fetched expert takes max(transfer, computation). `pipeline_seconds` models an
 executor: copies run one after another beside the GPU's computation, the first expert on the CPU
 costs a surcharge, and CPU and link slow each other down. Experts that are not in memory are read
-from a disk one after another: first the CPU's, while it computes its other experts, then those to
-copy.
+from a disk one after another: first the CPU's experts, while it computes its other experts, then
+the experts to copy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -57,7 +57,7 @@ class Split(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """When both processors are done, in seconds."""
+        """The seconds until both processors are done."""
         return max(self.gpu_seconds, self.cpu_seconds)
 
 
@@ -97,7 +97,7 @@ def longest_first(problem: LayerProblem, on_cpu: Iterable[int]) -> list[int]:
 
 
 def equation_gpu(problem: LayerProblem) -> list[float]:
-    """Return t_gpu of equations 5 and 6; a copy under way counts its remaining time."""
+    """Return each expert's t_gpu (equations 5 and 6); a copy under way takes its remaining time."""
     link = problem.link
     return [
         gpu if wait == 0 else max(link if wait < 0 else wait, gpu)
@@ -155,13 +155,13 @@ def pipeline_seconds(
 def priced(
     problem: LayerProblem, fetch: Sequence[int], spill: Sequence[int], *, pipelined: bool
 ) -> Split:
-    """Return the split with its times under one of the two cost models."""
+    """Return the split with its times: `pipeline_seconds` if `pipelined`, else equations 4 to 6."""
     seconds = pipeline_seconds if pipelined else equation_seconds
     return Split(fetch, spill, *seconds(problem, fetch, spill))
 
 
 def all_on_cpu(problem: LayerProblem, *, pipelined: bool) -> Split:
-    """Return the split that leaves everything to the CPU."""
+    """Return the split that leaves every active expert to the CPU."""
     resident = [e for e, wait in zip(problem.experts, problem.wait, strict=True) if wait >= 0]
     everyone = range(len(problem.experts))
     coming = longest_first(problem, filter(problem.is_on_disk, everyone))

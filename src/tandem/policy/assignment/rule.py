@@ -1,4 +1,4 @@
-"""Applies an assignment in one kind of step, as a planner does."""
+"""Applies an assignment to the layers of planned steps, or to those of steps in one graph."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,10 +19,11 @@ class Rule:
         fetches: bool = True,
         in_graph: bool = False,
     ) -> None:
-        """Store an assignment; `never_worse_than_cpu`: the CPU computes a whole layer if sooner.
+        """Store an assignment and how it is applied.
 
-        `native` is the assignment's number if it has a native form. `fetches` says whether the
-        assignment ever fetches: each layer of a step `in_graph` then has a second launch.
+        With `never_worse_than_cpu`, the CPU computes a whole layer if that ends sooner. `native` is
+        the assignment's number if it has a native form. `fetches` says whether the assignment ever
+        fetches; if so, each layer of a step `in_graph` has a second launch.
         """
         self.native, self.fetches = native, fetches
         self.launches = (TWICE if fetches else ONCE) if in_graph else 0
@@ -31,9 +32,9 @@ class Rule:
         self._of_residents: dict[int, Split] = {}  # number of residents -> split
 
     def dense_seconds(self, costs: CostTable, num_tokens: int, *, asks: bool = False) -> float:
-        """Return the seconds between the experts of two layers.
+        """Return the seconds from one layer's experts to the next layer's experts.
 
-        With `asks` they include the time to run the next layer's router ahead.
+        With `asks`, the time to run the next layer's router ahead is included.
         """
         launch = costs.second_launch if self.launches == TWICE else 0.0
         return costs.dense(num_tokens) + launch + (costs.asking if asks else 0.0)
@@ -48,7 +49,7 @@ class Rule:
         return split
 
     def split_residents(self, experts: Sequence[int], problem: Callable[[], LayerProblem]) -> Split:
-        """Split a layer of resident experts with one token each; only their number matters.
+        """Split a layer of resident experts with one token each; only the experts' number matters.
 
         Copies under way for other layers are assumed not to slow the CPU down.
         """

@@ -19,7 +19,7 @@ class Lru(Eviction):
         self._step = 0
 
     def begin_step(self, *, is_prefill: bool) -> None:
-        """Advance the clock."""
+        """Advance the step counter, which serves as the clock of uses."""
         self._step += 1
 
     def touch(self, load: LayerLoad) -> None:
@@ -35,7 +35,7 @@ class Lru(Eviction):
 
 
 class Fifo(Eviction):
-    """Keeps the most recently inserted experts; every miss enters: paper 2's default."""
+    """Keeps the most recently inserted experts; every miss enters. Paper 2's default."""
 
     background = "always"
 
@@ -45,7 +45,7 @@ class Fifo(Eviction):
         self._inserted = 0
 
     def scores(self, keys: Sequence[int]) -> list[float]:
-        """Return the number of each expert's latest insertion; 0 before any, as at the start."""
+        """Return the number of each expert's latest insertion; 0 if it has had none."""
         arrival = self._arrival
         return [arrival[key] for key in keys]
 
@@ -75,7 +75,7 @@ class Decayed(Eviction):
         return self._counts.of(keys)
 
     def admits(self, newcomer: float, victim: float) -> bool:
-        """Admit the expert with the higher score."""
+        """Return whether the newcomer's score is higher."""
         return newcomer > victim
 
 
@@ -123,7 +123,7 @@ class CopyOnMiss(Lru):
     """
 
     def __init__(self, geometry: Geometry, *, quota: int = 64) -> None:
-        """Allow `quota` - 1 copies per step, as the quota is counted down before the comparison."""
+        """Allow `quota` - 1 copies per step: the quota is counted down before it is compared."""
         super().__init__(geometry)
         self._quota = quota
         self._left = 0
@@ -136,7 +136,7 @@ class CopyOnMiss(Lru):
     def candidates(
         self, layer: int, misses: Sequence[int], slot_of: Sequence[int]
     ) -> Sequence[int]:
-        """Return the misses within the remaining quota."""
+        """Return the first misses, as many as the rest of the step's quota allows."""
         allowed = max(0, min(len(misses), self._left - 1))
         self._left -= len(misses)
         return misses[:allowed]
@@ -153,7 +153,7 @@ class DaliWindow(Eviction):
     background = "always"
 
     def __init__(self, geometry: Geometry, *, window: int = 4, swaps: int | None = None) -> None:
-        """Use w_size = `window` steps and u_size = `swaps` (paper: 1 of 8 experts, 8 of 64)."""
+        """Set w_size (`window` steps) and u_size (`swaps`; paper: 1 for 8 experts, 8 for 64)."""
         self._geometry = geometry
         self._window = window
         self._swaps = swaps or (8 if geometry.num_experts >= 32 else 1)
@@ -201,22 +201,25 @@ class DaliWindow(Eviction):
 
 
 class HybriMoeScore(Eviction):
-    """HybriMoE's score (MRS): S = a * TopP(router scores) + (1 - a) * S; fetched experts enter.
+    """HybriMoE's score (MRS): S = a * TopP(router scores) + (1 - a) * S.
 
-    The router's full softmax is not kept in traces: the top-k weights stand for TopP, the rest is
-    0.
+    Only fetched experts enter the cache. The router's full softmax is not kept in traces: the top-k
+    weights stand for TopP, the rest is 0.
     """
 
     reads_weights = True  # of `LayerLoad`; the engine omits them for other policies
     background = "never"
 
     def __init__(self, geometry: Geometry, *, alpha: float = 0.5) -> None:
-        """Use `alpha`, by default the released code's."""
+        """Set `alpha`, the weight of a new step; the default is that of the released code."""
         self._alpha = alpha
         self._scores = DecayedCounts(geometry.num_layers, geometry.num_experts, 1.0 - alpha)
 
     def touch(self, load: LayerLoad) -> None:
-        """Add this step's gate weights (else token counts) to S, scaled to sum to `alpha`."""
+        """Add this step's gate weights, scaled to sum to `alpha`, to the decayed S.
+
+        Token counts stand for the weights if the load has none.
+        """
         layer, scores = load.layer, self._scores
         scores.tick(layer)
         amounts = load.weights or load.tokens

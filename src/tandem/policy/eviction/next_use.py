@@ -9,8 +9,8 @@ decayed counts steady the sum. A miss is admitted only if its score is above tha
 it would evict.
 
 Each layer also keeps the scores of two other rules, LRU and a slowly decayed count. It starts with
-LRU and later follows the rule with the most hits (`rule_choice`), which may be one of those two on
-loops, or where the cache holds most experts.
+LRU and later follows the rule with the most hits (`rule_choice`). LRU or the count may have the
+most hits on loops, or where the cache holds most experts.
 """
 
 from array import array
@@ -38,10 +38,10 @@ PREDICTED_SHIFT = 2  # weight of the predicted sum relative to each count: 4 to 
 
 
 class Span(NamedTuple):
-    """How far predictions of the next use look ahead."""
+    """How far predictions of the next use reach, and how fast scores fall with distance."""
 
     horizon: int
-    """Steps that predictions look ahead."""
+    """The most steps until a next use that still counts; the score of later uses is 0."""
     discount: float
     """The factor on the score for each step that passes until the next use."""
 
@@ -75,7 +75,10 @@ def prior_of(geometry: Geometry, span: Span = USUAL_SPAN) -> float:
 
 
 def losses(span: Span = USUAL_SPAN) -> list[int]:
-    """Return, by step, how much that step without a use lowers the score; in units of 1 / ONE."""
+    """Return by how much the score falls if the next use is in d + 1 steps instead of d.
+
+    The list begins with d = 1 and ends with d = horizon; the unit is 1 / ONE.
+    """
     targets = [*(round(ONE * span.discount**step) for step in range(span.horizon)), 0]
     return [now - later for now, later in pairwise(targets)]
 
@@ -110,7 +113,7 @@ class NextUse(Eviction, LearnsInTables):
         self._unlearned: list[NextUseTable] = []
 
     def resized(self, set_sizes: Sequence[int]) -> None:
-        """Compare the rules in caches of these sizes; a shared pool always follows `next-use`."""
+        """Set the cache sizes for comparing rules; in a shared pool, layers follow `next-use`."""
         is_by_layer = len(set_sizes) == len(self.tables)
         for layer, table in enumerate(self.tables):
             table.resize(set_sizes[layer] if is_by_layer else 0)
@@ -146,7 +149,7 @@ class NextUse(Eviction, LearnsInTables):
             table.forget_values()
 
     def learn(self) -> None:
-        """Learn from the layers touched since the last call."""
+        """Let the tables of the layers touched since the last call learn."""
         for table in self._unlearned:
             table.learn()
         self._unlearned.clear()
@@ -177,7 +180,7 @@ class NextUse(Eviction, LearnsInTables):
         return self.tables[layer].values()
 
     def admits(self, newcomer: float, victim: float) -> bool:
-        """Admit the expert with the higher score."""
+        """Return whether the newcomer's score is higher."""
         return newcomer > victim
 
 
@@ -193,7 +196,7 @@ def pure_tables(geometry: Geometry) -> Sequence[NextUseTable]:
 
 
 class PureTable:
-    """One layer's table; see `NextUseTable`."""
+    """One layer's `NextUseTable` in plain Python."""
 
     def __init__(self, geometry: Geometry, layer: int, start: Start) -> None:
         """Start with all experts equally likely."""
@@ -245,18 +248,18 @@ class PureTable:
         return self._values
 
     def forget_values(self) -> None:
-        """No-op: nothing else changes this table."""
+        """Do nothing: no native code changes this table."""
 
     def resize(self, capacity: int) -> None:
-        """Compare the rules in caches of this size."""
+        """Compare the rules in ghost caches of `capacity` slots; with 0, compare none."""
         self._choice.resize(capacity)
 
     def followed(self) -> int:
-        """Return the number of the rule followed since the last note."""
+        """Return the index in `RULES` of the rule followed since the last note."""
         return self._followed
 
     def _scores(self, rule: int) -> memoryview:
-        """Return the scores under a rule; for `next-use`, the predicted sum plus two counts."""
+        """Return the scores by expert under a rule; those of `next-use` include two counts."""
         if rule == RECENCY:
             return memoryview(array("I", self._last_use))
         if rule != NEXT_USE:
@@ -288,13 +291,16 @@ class PureTable:
         self._values = None
 
     def _weighed(self, load: LayerLoad, divisor: int) -> int:
-        """Return the row of token counts over `divisor`: busier experts save more CPU time."""
+        """Return the row of token counts over `divisor`, at most MAX_TOKENS each.
+
+        Experts with more tokens weigh more, because a hit saves more CPU time.
+        """
         unit, half = self._lanes.unit, divisor // 2
         pairs = zip(load.experts, load.tokens, strict=True)
         return sum([unit[e] * min((tokens + half) // divisor, MAX_TOKENS) for e, tokens in pairs])
 
     def _settle(self, pending: _Pending) -> None:
-        """Compute a prediction's true scores; add a part of its error to each of its rows."""
+        """Compute a past prediction's true scores; add a part of the error to each of its rows."""
         num_rows = len(pending.experts) + len(pending.above)
         shift = rate_shift(RATE, num_rows)
         truth = seen = 0

@@ -9,7 +9,7 @@ from tandem.policy.plan import LayerLoad
 class Eviction(Protocol):
     """Ranks experts by a score. Experts are named by key (`Geometry.key`).
 
-    By default a policy treats prefills as other steps, every miss is a candidate, and no newcomer
+    By default a policy treats prefills like other steps, every miss is a candidate, and no newcomer
     is refused.
     """
 
@@ -55,7 +55,7 @@ class Eviction(Protocol):
         """Return each expert's score; the lowest one is evicted first."""
 
     def admits(self, newcomer: float, victim: float) -> bool:
-        """Return whether a newcomer may replace the victim, by their scores."""
+        """Return whether an expert of score `newcomer` may replace one of score `victim`."""
         return True
 
     def inserted(self, key: int) -> None:

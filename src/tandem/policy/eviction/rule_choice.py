@@ -4,10 +4,10 @@ A rule is a score per expert. For each rule a ghost cache holds the experts that
 hold; all ghost caches see the same loads. All layers start with LRU. They leave it together once
 another rule has more hits, over all layers, than chance explains; one layer alone would need ten
 times longer to tell. From then on each layer follows its rule until another rule has had `MARGIN`
-more hits since some moment. So a layer is never further behind the best rule than `MARGIN` hits,
-plus a refill of the cache at each change. The first rule, `next-use`, learns, so it may be worse
-only at the start of a run. A layer returns to it after a smaller lead, which grows each time that
-the layer leaves it.
+more hits since any earlier moment. So a layer is never further behind the best rule than `MARGIN`
+hits, plus a refill of the cache at each change. The first rule, `next-use`, learns, so it may be
+worse only at the start of a run. A layer returns to it after a smaller lead, which grows each time
+that the layer leaves it.
 """
 
 from collections.abc import Sequence
@@ -71,10 +71,10 @@ class Start:
 
 
 class RuleChoice:
-    """One layer's choice of a rule; always `next-use` while the size of its cache is unknown."""
+    """One layer's choice of a rule; always `next-use` if there are no ghost caches to compare."""
 
     def __init__(self, num_experts: int, start: Start) -> None:
-        """Follow the rule that all layers start with."""
+        """Start without ghost caches; all layers share `start`, the rule that they start with."""
         self._start = start
         self._own: int | None = None  # this layer's rule, once it has changed it
         self._num_experts = num_experts
@@ -85,7 +85,11 @@ class RuleChoice:
         self._times_left = 0
 
     def resize(self, capacity: int) -> None:
-        """Compare the rules in ghost caches of this size from now on, if they can differ there."""
+        """Compare the rules in ghost caches of this size from now on.
+
+        Without slots, or with a slot for every expert, the rules cannot differ and are not
+        compared.
+        """
         if capacity == self._capacity:
             return
         self._capacity = capacity
@@ -99,7 +103,7 @@ class RuleChoice:
 
     @property
     def followed(self) -> int:
-        """The rule that is followed."""
+        """The index in `RULES` of the rule that the layer follows."""
         if not self._ghosts:
             return NEXT_USE
         return self._start.rule if self._own is None else self._own
@@ -116,10 +120,9 @@ class RuleChoice:
         self._hits = None if is_prompt else hits
 
     def choose(self) -> int:
-        """Weigh the last hits and return the rule to follow.
+        """Weigh the hits of the last `use`; return the index of the rule to follow.
 
-        Must be called once per step and layer, in the order of the layers, after the layer's
-        `use`.
+        Must be called once per step and layer, in the order of the layers, after the layer's `use`.
         """
         hits, self._hits = self._hits, None
         if hits is not None and self._start.rule == RECENCY:

@@ -39,7 +39,7 @@ class Calibration:
         self._count_every = self._countdown = count_every
 
     def counts(self) -> Counts:
-        """Return the counts."""
+        """Return all counts; `restore` accepts them."""
         return Counts(self._seen, self._true, self._countdown, self._count_every)
 
     def restore(self, counts: Counts) -> None:
@@ -56,7 +56,7 @@ class Calibration:
     def observe(
         self, forecast: Forecast, active: Sequence[int], levels: Mapping[int, int] | None = None
     ) -> None:
-        """Count which experts were `active`; `levels` has the levels of hinted experts, else 0."""
+        """Count which experts were `active`; `levels` has hinted experts' levels, others have 0."""
         used = set(active)
         base, scale = forecast.base, forecast.scale * CHANCE_BINS
         seen, true = self._seen, self._true

@@ -26,7 +26,8 @@ class HintSources:
     def factor(self, name: str) -> int | None:
         """Return a source's place value in levels, a power of WEIGHTS; None for a third source.
 
-        An expert's level is the sum of place value times weight over the sources.
+        An expert's level is the sum, over the sources, of place value times weight. The weight is 0
+        if the source does not name the expert, 1 if it does for one token, 2 if for several tokens.
         """
         if name not in self._names:
             if len(self._names) == MAX_SOURCES:
@@ -62,7 +63,7 @@ class HintBlend:
             levels[expert] = min(level, WEIGHTS**MAX_SOURCES - 1)
 
     def counts(self) -> Counts:
-        """Return the counts."""
+        """Return the counts of how often hints came true; `restore` accepts them."""
         return self._calibration.counts()
 
     def restore(self, counts: Counts) -> None:
@@ -74,16 +75,19 @@ class HintBlend:
         return layer in self._levels
 
     def take(self, layer: int) -> Mapping[int, int] | None:
-        """Remove a layer's hints; return them as levels if they should be counted, else None."""
+        """Remove a layer's hints; return their levels by expert if they should be counted.
+
+        Returns None if the layer has no hints, or if its hints should not be counted.
+        """
         levels = self._levels.pop(layer, None)
         return levels if levels and self._calibration.is_due() else None
 
     def observe(self, forecast: Forecast, active: Sequence[int], levels: Mapping[int, int]) -> None:
-        """Count the outcome of a forecast made without hints; `take` has returned `levels`."""
+        """Count the outcome of a forecast made without hints; `levels` must come from `take`."""
         self._calibration.observe(forecast, active, levels)
 
     def blend(self, forecast: Forecast, layer: int) -> Forecast:
-        """Return the forecast given the hints; the `scores` of the result are chances."""
+        """Return `forecast` with a layer's hints blended in; the result's `scores` are chances."""
         levels, chances = self._levels[layer], self._calibration.frequencies
         scores, base, scale = forecast.scores, forecast.base, forecast.scale
         first_bin = base + 1.0 / (CHANCE_BINS * scale)

@@ -66,7 +66,7 @@ class Prediction(Protocol):
 
 
 class NoPrediction(Prediction):
-    """Predicts nothing: the baseline of every prefetch."""
+    """Predicts nothing: the baseline of every prediction."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Ignore the geometry."""

@@ -23,7 +23,7 @@ MAX_TOKENS = 64  # a longer step is a prompt and teaches nothing about the next 
 
 
 def prior_of(geometry: Geometry) -> float:
-    """Return the initial value of a row; 2 * top_k such rows predict all experts equally."""
+    """Return the initial value of a row; the sum of 2 * top_k rows is top_k / num_experts."""
     return geometry.top_k / geometry.num_experts / (2 * geometry.top_k)
 
 
@@ -47,8 +47,8 @@ class _Lesson(NamedTuple):
 class RegressionPredictor(Prediction):
     """Predicts the next layer at every layer, and the first layer at the start of a step.
 
-    A layer's lesson is learned when `learn` is called or the layer is predicted again, whichever is
-    first; the forecasts are the same.
+    The predictor learns from a layer's load when `learn` is called or when the layer is predicted
+    again, whichever is first. Forecasts are the same either way.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -62,7 +62,7 @@ class RegressionPredictor(Prediction):
         self._hints = HintBlend()
 
     def state(self) -> PredictorState:
-        """Learn all lessons; return the state between steps, which does not include the tables."""
+        """Learn from all recorded loads; return the state between steps, without the tables."""
         self.learn()
         return PredictorState(self._before, self._calibration.counts(), self._hints.counts())
 
@@ -108,7 +108,7 @@ class RegressionPredictor(Prediction):
         return self._hints.knows(layer)
 
     def learn(self) -> None:
-        """Learn the lessons recorded since the last call."""
+        """Learn from the loads recorded since the last call."""
         for lesson in self._lessons.values():
             self._tables.teach(*lesson)
         self._lessons.clear()
@@ -123,7 +123,7 @@ class RegressionPredictor(Prediction):
         return Forecast(scores, SUM_OFFSET, 1.0 / ONE, self._calibration.frequencies)
 
     def _note(self, load: LayerLoad) -> None:
-        """Keep a load as a lesson for later, but count now how its forecast and hints came out."""
+        """Keep a load to learn from later; count now how often its forecast and hints were true."""
         layer = load.layer
         if not self._has_rows(layer):
             return
@@ -140,7 +140,7 @@ class RegressionPredictor(Prediction):
 
 
 class _Tables:
-    """The rows of all layers."""
+    """The regression's rows of all layers: of experts, and of tokens in hashed buckets."""
 
     def __init__(self, geometry: Geometry) -> None:
         """Start with all experts equally likely."""
@@ -170,7 +170,7 @@ class _Tables:
             self._token_rows.append(self._rows_of_bucket[bucket])
 
     def scores(self, layer: int, above: Sequence[int], before: Sequence[int]) -> memoryview:
-        """Return the sum of a layer's active rows, by expert: ONE per token, plus SUM_OFFSET."""
+        """Return a layer's expected tokens by expert, times ONE, plus SUM_OFFSET."""
         self._predicted[layer] = found = self._sum(layer, above, before)
         return self._regression.read(*found)
 

@@ -1,4 +1,4 @@
-"""Counts how often drafted tokens were right, by the evidence for them.
+"""Counts how often drafted tokens were right, by their groups (`Draft.evidence`).
 
 Drafts are judged whether they are verified or not, because comparing a draft with the model's
 output costs nothing. So it is noticed when speculation that does not pay now begins to pay.
@@ -44,13 +44,14 @@ class Acceptance:
     prior_weight: float = 2.0
     """The weight of the prior, in tokens."""
     common_weight: float = 0.0
-    """The weight, in tokens, of the rate of all groups together as a prior for each group: large if
-    the groups are positions in a draft, which behave alike; 0 if they are lengths of matches."""
+    """The weight, in tokens, of a prior that is the rate of all groups together; 0: each group's
+    prior is `prior` instead. It should be large if groups are positions in a draft, which behave
+    alike, and 0 if groups are lengths of matches."""
     _common: _Rate = field(default_factory=_Rate)
     _rates: defaultdict[int, _Rate] = field(default_factory=lambda: defaultdict(_Rate))
 
     def add(self, evidence: int, *, is_hit: bool) -> None:
-        """Record whether a token of a group was right, given that those before it were right."""
+        """Record whether a token of group `evidence` was right; all before it must be right."""
         self._common.add(self.decay, is_hit=is_hit)
         self._rates[evidence].add(self.decay, is_hit=is_hit)
 
@@ -87,7 +88,7 @@ class OpenDraft:
         return not self.is_wrong and self.num_judged < len(self.draft.tokens)
 
     def judge(self, tokens: Sequence[int], acceptance: Acceptance) -> None:
-        """Compare the draft with `tokens`, the sequence so far, and record what was right."""
+        """Compare the draft with the sequence `tokens`; record in `acceptance` what was right."""
         draft = self.draft
         while self.is_open and self.length + self.num_judged < len(tokens):
             place = self.num_judged

@@ -27,7 +27,7 @@ class Drafter(Protocol):
         """
 
     def end(self) -> None:
-        """Record that the sequence has ended; called once, after the last `draft`."""
+        """Record that the sequence has ended; must be called once, after the last `draft`."""
 
 
 class SureDraft(NamedTuple):

@@ -33,7 +33,7 @@ class _Request:
     drafts."""
 
     def settle(self, length: int) -> None:
-        """Update the allowance by the tokens since the last plan: each right draft saved a step."""
+        """Update the allowance by the tokens since the last plan: each right guess saved a step."""
         if self.price is not None:
             self.allowance += length - self.length - 1 - self.price
         if self.length:
@@ -61,7 +61,7 @@ class FreeDrafts:
     _requests: dict[int, _Request] = field(default_factory=dict)
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the plan with the most tokens per second; None if drafts fill no size of step."""
+        """Return the fastest plan; None if there are too few drafted tokens for any step size."""
         histories, rooms, batch, costs = step
         drafts = {slot: self._drafted(slot, tokens) for slot, tokens in histories.items()}
         chances = {
@@ -98,7 +98,11 @@ class FreeDrafts:
     def _chosen(
         self, size: int, chances: Mapping[int, Sequence[float]], batch: int, costs: StepCosts
     ) -> _Chosen:
-        """Return the likeliest tokens within the requests' allowances, if they fill the step."""
+        """Return the likeliest drafted tokens that fill a step of `size` tokens.
+
+        Returns an empty `_Chosen` if the requests' allowances leave too few tokens, if the step has
+        no room for drafts, or if its time is unknown.
+        """
         one, seconds, num_drafted = costs.seconds(batch), costs.seconds(size), size - batch
         if one is None or seconds is None or num_drafted <= 0:
             return _Chosen()

@@ -85,10 +85,11 @@ class PaidDrafts:
     _patience: int = _TRIED_AGAIN_AFTER
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the plan with the fastest number of drafted tokens, or a trial.
+        """Return the plan with the best number of drafted tokens, or a trial.
 
-        Returns None if there is no room for drafts, or while steps without drafts, with which it
-        compares, are not measured.
+        Returns None if there is no room for drafts, or before any step was measured. Also returns
+        None while no step without drafts was measured for comparison, unless drafts promise a large
+        gain.
         """
         histories, rooms, batch, costs = step
         for slot, tokens in histories.items():
@@ -131,7 +132,7 @@ class PaidDrafts:
             del self._open[slot]
 
     def _is_trial(self) -> bool:
-        """Tell whether to try drafts even if they seem not to pay; called once per step."""
+        """Tell whether to try drafts even if they seem not to pay; must be called once per step."""
         self._num_idle_steps += 1
         if self._num_idle_steps > self._patience:
             self._num_drafts = _TRIALS - _TRIALS_AGAIN
@@ -142,7 +143,7 @@ class PaidDrafts:
     def _gains(
         self, counts: Sequence[int], one: float, num_drafting: int, batch: int, costs: StepCosts
     ) -> dict[int, float]:
-        """Return the expected tokens per second by number of drafted tokens, relative to none."""
+        """Return, by number of drafted tokens per sequence, the speed relative to no drafts."""
         chances, gains = self.acceptance.chances(range(counts[-1])), {}
         for count in counts:
             verified = costs.seconds(batch + count * num_drafting) or one
@@ -189,14 +190,17 @@ class PaidDrafts:
         )
 
     def _least(self, terms: _Terms) -> float:
-        """Return the least chance, that a token and all before it are right, with which it pays."""
+        """Return the least chance at which a token pays: that it and all before it are right."""
         costs, most = terms.costs, terms.batch + terms.length
         verified = (costs.seconds(most + 1) or 0.0) - (costs.seconds(most) or 0.0)
         drafted = (self.costs.seconds(terms.length) or 0.0) / terms.length
         return min(_LIKELY, terms.speed * (verified + drafted))
 
     def _worth(self, found: Mapping[int, SureDraft], terms: _Terms) -> Drafts:
-        """Return the likeliest tokens by slot, as many as gain most compared with `terms.speed`."""
+        """Return the likeliest drafted tokens by slot.
+
+        Their number maximises the expected tokens minus `terms.speed` times the step's seconds.
+        """
         chances = sorted(
             (
                 (chance, slot)

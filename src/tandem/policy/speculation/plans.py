@@ -27,9 +27,9 @@ class Plan(NamedTuple):
     gain: float
     """Expected tokens per second, relative to a step without drafts."""
     least_gain: float
-    """The least gain for which the plan is worth a try."""
+    """The plan is worth following if its gain is above this."""
     drafts: Callable[[], Drafts]
-    """Returns the drafts; their time is included in the gain."""
+    """Makes and returns the drafts; `gain` already includes the time that this takes."""
 
     @property
     def is_worth(self) -> bool:
@@ -41,14 +41,17 @@ class Drafting(Protocol):
     """A drafting method for the requests of one scheduler."""
 
     def plan(self, step: NextStep) -> Plan | None:
-        """Return the method's best plan for the next step, which may not pay; None: no plan."""
+        """Return the method's best plan for the next step; None if it has no plan.
+
+        The plan may not pay: see `Plan.is_worth`.
+        """
 
     def forget(self, slot: int) -> None:
         """Drop the state of a finished request."""
 
 
 def best_plan(ways: Iterable[Drafting], step: NextStep) -> Plan | None:
-    """Return the best plan that pays, else the best of all; None if no method has a plan."""
+    """Return the best plan that pays, else the best plan; None if no method has a plan."""
     plans = [way.plan(step) for way in ways]
     known = [plan for plan in plans if plan is not None]
     return max(known, key=lambda plan: (plan.is_worth, plan.gain), default=None)

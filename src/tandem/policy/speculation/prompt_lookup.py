@@ -43,7 +43,10 @@ class EarlierAnswers:
             self._ends[answer[end - _LONGEST : end]] = answer, end
 
     def find(self, tokens: Sequence[int]) -> tuple[Sequence[int], int]:
-        """Return the latest answer with the last three tokens, and where they end; or ((), 0)."""
+        """Return the latest kept answer with the last three of `tokens`, and where they end in it.
+
+        Returns ((), 0) if no kept answer has them.
+        """
         return self._ends.get(tuple(tokens[-_LONGEST:]), ((), 0))
 
     def _drop_oldest(self) -> None:
@@ -82,7 +85,7 @@ class PromptLookup:
         return _draft(tokens, end, length, 0) if end else Draft((), ())
 
     def end(self) -> None:
-        """Keep the answer for later requests."""
+        """Add the answer to the kept answers in `earlier`, if given, for later requests."""
         if self._earlier is not None:
             self._earlier.add(self._tokens[self._answer_begin :])
 
@@ -111,7 +114,10 @@ def _match_length(tokens: Sequence[int], text: Sequence[int], end: int) -> int:
 
 
 def _draft(text: Sequence[int], end: int, length: int, first_kind: int) -> Draft:
-    """Return the tokens after a match of `length` tokens; longer matches are higher groups."""
+    """Return a draft of the tokens after a match of `length` tokens, which ends at `end` in `text`.
+
+    Groups begin with `first_kind`; a longer match is of a higher group.
+    """
     found = text[end : end + MOST_DRAFTED]
     lengths = range(length, length + len(found))
     return Draft(found, [first_kind + sum(n >= least for least in _EVIDENCE) for n in lengths])

@@ -44,7 +44,7 @@ class _Line:
         self.y = self.y * _LEVEL_DECAY + y
 
     def at(self, x: float, level_weight: float) -> float:
-        """Return the line's value at `x`; 0 without points. A high `level_weight` flattens it."""
+        """Return the line's value at `x`; 0 without points. `level_weight` flattens the line."""
         if not self.weight:
             return 0.0
         slope = self.xy / (self.xx + level_weight)
@@ -69,7 +69,7 @@ class StepCosts:
     _num_steps: int = 0
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Record a step's seconds; to be called only once it is settled how steps of its size run.
+        """Record a step's seconds; must be called only once it is settled how such steps run.
 
         The first step of each size is not counted, because it was still compared with the model's
         own code.
@@ -94,7 +94,7 @@ class StepCosts:
         return self.shape(num_tokens) * exp(beyond)
 
     def num_known(self, num_tokens: int) -> int:
-        """Return how many steps of a size were measured lately."""
+        """Return how many recent measurements of steps of a size are kept; at most 31."""
         return len(self._latest(num_tokens))
 
     def _beyond(self, num_tokens: int) -> float:

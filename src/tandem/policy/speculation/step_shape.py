@@ -50,7 +50,7 @@ class TouchedExperts:
     _num_seen: int = 0
 
     def observe(self, load: LayerLoad) -> None:
-        """Update the costs by the experts of a layer's latest tokens, those of `load` included."""
+        """Update the costs by the experts of a layer's latest tokens, including those of `load`."""
         num_layers = self.planner().geometry.num_layers
         if not load.routes or load.layer % max(1, num_layers // _MOST_LAYERS):
             return
@@ -68,7 +68,7 @@ class TouchedExperts:
             self._seconds[num_tokens] += share * (found - self._seconds[num_tokens])
 
     def __call__(self, num_tokens: int) -> float:
-        """Return the mean seconds of a layer for this many tokens."""
+        """Return the mean seconds of one layer in a step of `num_tokens` tokens."""
         if not self._num_seen:  # assumes that no expert is resident
             planner = self.planner()
             experts = planner.geometry.top_k * pow(num_tokens, _GROWTH)

@@ -31,7 +31,7 @@ def fuse(
 ) -> list[Operation]:
     """Return the operations with groups fused; `fixed` are the numbers of constant tensors.
 
-    `threads` compute the native operations whose calls bring no threads of their own.
+    `threads` compute the native operations for which the recorded call has no threads.
     """
     choice = partial(choice_call, threads)
     patterns: tuple[Finder, ...] = (

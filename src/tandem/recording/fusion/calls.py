@@ -35,7 +35,7 @@ _MAX_MATRICES = 8  # in one call
 
 
 def find_dense_groups(graph: Graph) -> Iterator[Found]:
-    """Find products of packed matrices with the same input, so that it is rounded only once."""
+    """Find products of packed matrices with the same input; fused, they round the input once."""
     groups: dict[object, list[Operation]] = {}
     for operation in graph.operations:
         if operation.name == DENSE:

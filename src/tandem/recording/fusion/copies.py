@@ -23,7 +23,7 @@ _FILLINGS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones_like": 1.0
 
 
 def match_copy(graph: Graph, operation: Operation) -> Small | None:
-    """Return the native form of an operation that only copies or fills; None for others."""
+    """Return the native form of a copying or filling operation; None for other operations."""
     result = operation.outputs[0] if len(operation.outputs) == 1 else None
     if result is None or graph.tensor(result).dtype not in ELEMENT_DTYPES:
         return None
@@ -85,7 +85,10 @@ def _match_interleaved(graph: Graph, operation: Operation, result: Ref) -> Small
 
 
 def _filled(sources: Sequence[Ref], parts_of: Callable[[Tensor], Sequence[Tensor]]) -> Small:
-    """Return an operation that copies each source to its part of the result."""
+    """Return the native form that copies each source to its part of the result.
+
+    `parts_of` returns the parts, as views of the result, in the order of the sources.
+    """
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         for x, part in zip(inputs, parts_of(outputs[0]), strict=True):
@@ -95,7 +98,10 @@ def _filled(sources: Sequence[Ref], parts_of: Callable[[Tensor], Sequence[Tensor
 
 
 def _moved(source: Ref, views_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Small:
-    """Return an operation that copies a source to a result, both viewed in the same shape."""
+    """Return the native form that copies a source to a result.
+
+    `views_of` returns a view of each; the source's view must broadcast to the result's.
+    """
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         x, out = views_of(inputs[0], outputs[0])
@@ -111,7 +117,7 @@ def _laid_out(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 def _repeated(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of `x` and `out` that have two dimensions for each dimension of `out`.
 
-    They are the repetitions (1 in `x`) and the repeated size.
+    The first of the two counts the repetitions (1 in `x`), the second has the size of `x`.
     """
     lead = out.dim() - x.dim()
     shape = (*[1] * lead, *x.shape)

@@ -37,9 +37,9 @@ _Operand = Ref | float
 
 
 def match_elementwise(graph: Graph, operation: Operation) -> Small | None:
-    """Return the native form of an elementwise operation, also one in place; None for others.
+    """Return the native form of an elementwise operation, also in place; None for other operations.
 
-    Its operands may broadcast to its result.
+    The operands may broadcast to the result.
     """
     result = operation.outputs[0]
     is_in_place = operation.has_effects
@@ -59,7 +59,7 @@ def match_elementwise(graph: Graph, operation: Operation) -> Small | None:
 
 
 def match_cast(graph: Graph, operation: Operation) -> Small | None:
-    """Return the native form of a dtype conversion that makes a new tensor; None for others."""
+    """Return the native form of a dtype conversion into a new tensor; None for other operations."""
     if operation.name not in CASTS or operation.has_effects:
         return None
     source, result = operation.args[0], operation.outputs[0]
@@ -82,7 +82,10 @@ def _small(kind: int, operands: list[_Operand], target: Ref | None) -> Small:
 
 
 def _operand(graph: Graph, value: object, result: Tensor) -> _Operand | None:
-    """Return the operand for an argument; None if it is neither a tensor of values nor a number."""
+    """Return an argument as an operand, a tensor's `Ref` or a number; None if it is not supported.
+
+    An fp32 tensor beside a bf16 result is supported only as a constant scalar, which is rounded.
+    """
     if not isinstance(value, Ref):
         return float(value) if isinstance(value, int | float) else None
     x = graph.tensor(value)

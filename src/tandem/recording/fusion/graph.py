@@ -50,7 +50,7 @@ class Graph:
         return bool(self._replaced)
 
     def made_by(self, ref: object, name: str) -> Operation | None:
-        """Return a tensor's maker if it is named `name` and has no effects; else None."""
+        """Return a tensor's producer if it is named `name` and has no effects; else None."""
         operation = self.maker.get(ref) if isinstance(ref, Ref) else None
         is_it = operation is not None and operation.name == name and not operation.has_effects
         return operation if is_it else None
@@ -72,7 +72,7 @@ class Graph:
     def is_read_outside(self, group: list[Operation], results: Iterable[Ref | None]) -> bool:
         """Tell whether an operation outside a group reads an intermediate tensor of the group.
 
-        These are all tensors that the group makes, except `results`.
+        The group's intermediate tensors are all that it makes, except `results`.
         """
         made = {ref for operation in group for ref in operation.outputs} - {None, *results}
         return any(user not in group for ref in made if ref for user in self.users.get(ref, []))

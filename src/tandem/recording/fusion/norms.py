@@ -18,7 +18,7 @@ MakeNorm = Callable[[Tensor | None, float, bool], Callable[..., object]]
 
 
 def find_norms(graph: Graph, make: MakeNorm) -> Iterator[Found]:
-    """Find norms around each reciprocal root; `make` returns their replacement."""
+    """Find RMS norms, each around its reciprocal root; `make` returns a norm's replacement."""
     for name in ("rsqrt", "pow"):
         yield from graph.found_around(name, lambda root: _match_norm(graph, root, make))
 
@@ -101,7 +101,10 @@ def _is_weight(graph: Graph, ref: object, x: Tensor) -> bool:
 def norm_call(
     threads: CpuThreads, weight: Tensor | None, eps: float, rounds_first: bool
 ) -> NativeCall:
-    """Return the native call of an RMS norm over rows."""
+    """Return the native call of an RMS norm over rows.
+
+    With `rounds_first`, the norm rounds before it multiplies by `weight`.
+    """
 
     def add(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         (x,), (out,) = inputs, outputs

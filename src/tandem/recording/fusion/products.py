@@ -14,7 +14,7 @@ _MOST_VALUES = 1 << 21
 
 
 def match_product(graph: Graph, operation: Operation) -> Small | None:
-    """Return the native form of a product with a small second matrix; None for others.
+    """Return the native form of a product with a small second matrix; None for other operations.
 
     The second matrix is (..., depth, columns), or the weight of a linear layer, (columns, depth).
     """
@@ -43,7 +43,7 @@ def _add_matmul(program: _native.Program, inputs: list[Tensor], outputs: list[Te
 
 
 def _add_linear(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    """Multiply all rows at once, so that the weight is read once; then add the bias."""
+    """Add a linear layer to a program, for all rows at once, so that the weight is read once."""
     (x, weight, *bias), (out,) = inputs, outputs
     if x.is_contiguous():
         x, flat = x.view(-1, x.shape[-1]), out.view(-1, out.shape[-1])

@@ -1,6 +1,6 @@
-"""Finds routers' choices by other numbers than the experts' weights: with biases, and by groups.
+"""Finds choices of experts by ranks, which are not the experts' weights: with biases, by groups.
 
-As in DeepSeek-V3, GLM-4 and MiniMax: each expert has a score, and its rank is score + bias. Some
+In DeepSeek-V3, GLM-4 and MiniMax each expert has a score, and its rank is score + bias. Some
 models first drop all groups of experts but those with the greatest sums of best ranks. The experts
 with the greatest ranks are chosen; their scores are their weights.
 """
@@ -21,7 +21,7 @@ from tandem.recording.recorder import Operation, Ref
 
 
 class _Groups(NamedTuple):
-    """How groups limit the choice: numbers of all groups, of kept groups, of ranks in each sum."""
+    """How groups limit the choice: counts of all groups, of groups kept, of ranks in each sum."""
 
     groups: int = 1
     kept: int = 1
@@ -29,7 +29,7 @@ class _Groups(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """The operations that turn the chosen scores into weights."""
+    """How scores become weights: if `is_normalised`, divided by their sum + `epsilon`; scaled."""
 
     is_normalised: bool = False
     epsilon: float = 0.0
@@ -74,9 +74,9 @@ def _match(graph: Graph, gathered: Operation, threads: CpuThreads) -> Found | No
 
 
 def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Groups] | None:
-    """Return the operations that select groups of experts, and their numbers; None if unknown.
+    """Return the operations that select groups of experts, and their `_Groups`; None if unknown.
 
-    These are sums of best ranks, a top-k of the sums, and a mask of the groups not selected.
+    The operations compute sums of best ranks, a top-k of the sums, and a mask of the other groups.
     """
     if masked.args[2] != -math.inf:  # otherwise masked experts could still be chosen
         return None
@@ -114,7 +114,7 @@ def _match_groups(graph: Graph, masked: Operation) -> tuple[list[Operation], _Gr
 
 
 def _follow(graph: Graph, gathered: Operation) -> tuple[list[Operation], _Weights]:
-    """Return the operations on the chosen scores, from `gathered` on, and what they compute.
+    """Return the operations on the chosen scores, from `gathered` on, and their `_Weights`.
 
     After `gathered` there may be a division by the sum and a multiplication by a factor.
     """

@@ -15,7 +15,7 @@ _KINDS = {"sum": 0, "mean": 1, "amax": 2, "amin": 3, "max": 2, "min": 3, "linalg
 
 
 def match_reduction(graph: Graph, operation: Operation) -> Small | None:
-    """Return the native form of an operation along one dimension of floats; None for others."""
+    """Return the native form of an operation on floats along one dimension; None for others."""
     source, out = operation.args[0] if operation.args else None, operation.outputs[0]
     if not isinstance(source, Ref) or out is None or operation.has_effects:
         return None
@@ -70,19 +70,22 @@ def add_reduction(
     out: Tensor,
     index: Tensor | None = None,
 ) -> None:
-    """Add a reduction along a dimension; `index` receives the positions of extremes."""
+    """Add a reduction of `x` along `dim` to a program.
+
+    `kind` is a number of C++'s ReductionKind. `index` receives the positions of extremes.
+    """
     program.add_reduction(kind, _put_last(x, dim), dense(out), index)
 
 
 def _put_last(x: Tensor, dim: int) -> Tensor:
-    """Return a view with dimension `dim` last, without other dimensions of one element."""
+    """Return a view of `x` with dimension `dim` last; other dimensions of size 1 are dropped."""
     others = [d for d in range(x.dim()) if d != dim % x.dim() and x.shape[d] != 1]
     shape = [x.shape[d] for d in (*others, dim)]
     return x.as_strided(shape, [x.stride(d) for d in (*others, dim)], x.storage_offset())
 
 
 def add_softmax(program: _native.Program, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    """Add a softmax over the last dimension."""
+    """Add a softmax over the last dimension to a program: inputs [x], outputs [result]."""
     program.add_softmax(inputs[0], dense(outputs[0]))
 
 
@@ -100,7 +103,7 @@ def _match_greatest(operation: Operation, x: Tensor) -> Small | None:
 def add_greatest(
     program: _native.Program, x: Tensor, count: int, values: Tensor, index: Tensor
 ) -> None:
-    """Add a top-k over the last dimension, best first."""
+    """Add a top-k of `x` over its last dimension to a program; the greatest value comes first."""
     program.add_greatest(x, dense(values), index)
 
 

@@ -52,7 +52,10 @@ def _renamed(operation: Operation, same: dict[Ref, Ref]) -> Operation:
 
 
 def _key(operation: Operation) -> object:
-    """Return a key; operations with equal keys have equal results. None: no such key is known."""
+    """Return a key; operations with equal keys have equal results.
+
+    None for an operation that is native, random, without inputs, with effects or not hashable.
+    """
     is_random = any(word in operation.name for word in _RANDOM)
     if operation.has_effects or is_random or not operation.inputs:
         return None

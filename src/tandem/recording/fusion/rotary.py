@@ -158,7 +158,7 @@ def _heads_dimension(graph: Graph, source: Ref, cos_ref: object, sin_ref: object
 
 
 def _heads_of_any(graph: Graph, source: Ref, cos_ref: object, sin_ref: object) -> int | None:
-    """Return the same as `_heads_dimension`, also for a tensor (1, heads, n_tokens, dim)."""
+    """Return the same as `_heads_dimension`; also 1 for a tensor (1, heads, n_tokens, dim)."""
     found = _heads_dimension(graph, source, cos_ref, sin_ref)
     if found is not None or not (isinstance(cos_ref, Ref) and isinstance(sin_ref, Ref)):
         return found

@@ -147,7 +147,7 @@ def _fuse_choice(graph: Graph, softmax: Operation, best: Operation, make: MakeCh
 
 
 def _division_by_sum(graph: Graph, values: Ref) -> list[Operation] | None:
-    """Return the operations that sum `values` and divide by the sum; None if they do not follow."""
+    """Return the operations that sum `values` and divide them by it; None if there are none."""
     users = graph.users.get(values, [])
     if len(users) < 2 or users[0].name != "sum" or users[1].name not in ("div", "div_"):
         return None

@@ -20,17 +20,17 @@ MAX_DIMENSIONS = 4
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return an output tensor; raises `NotRecordableError` if it is not contiguous."""
+    """Return `x`, an output tensor, as it is; `NotRecordableError` if it is not contiguous."""
     if not x.is_contiguous():
         raise NotRecordableError("a native operation would write a tensor that has gaps")
     return x
 
 
 def in_four_dimensions(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one shape, in the same order, as tensors of at most four dimensions.
+    """Yield lists of views of `tensors`, in the same order, with at most four dimensions.
 
-    Adjacent dimensions are merged if their strides allow that in all tensors. If more than four
-    dimensions remain, the tensors are yielded in parts.
+    All tensors must have one shape. Adjacent dimensions are merged if the strides of all tensors
+    allow that. If more than four dimensions remain, each list has one part of every tensor.
     """
     shape = tensors[0].shape
     strides = [x.stride() for x in tensors]

@@ -21,11 +21,11 @@ class Recipe:
     tensors: tuple[str, ...]
     """Tensors whose rows are concatenated, named within a layer or in the whole model."""
     rows: Order | None = None
-    """For each row in Transformers, its row in the file."""
+    """Returns, for each row in Transformers, its row in the file. None: the same order."""
     columns: Order | None = None
-    """For each column in the file, its column in Transformers."""
+    """Returns, for each column in the file, its column in Transformers. None: the same order."""
     values: Values | None = None
-    """Computes the parameter from its tensors; None concatenates them."""
+    """Computes the parameter from its tensors. None: the tensors are concatenated."""
 
 
 Names = dict[str, "str | Recipe | tuple[str | Recipe, ...]"]
@@ -86,7 +86,10 @@ def less_one(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
 
 
 def _joined_latents(parts: Sequence[Tensor], config: PreTrainedConfig) -> Tensor:
-    """Join projections of keys (heads, latents, width) and of values (heads, width, latents)."""
+    """Return the weight of `kv_b_proj`, joined from the file's key and value projections.
+
+    In the file, keys are (heads, latents, width) and values (heads, width, latents).
+    """
     keys, values = parts
     return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
 

@@ -60,7 +60,10 @@ _ROUTING = (
 
 
 def _compression(header: GgufHeader) -> tuple[list[str], dict[str, int]]:
-    """Return each layer's kind of attention, and each kind's tokens per compressed key."""
+    """Return each layer's type of attention, and by type the number of tokens per compressed key.
+
+    Raises `UnsupportedModelError` if layers of one type have different numbers.
+    """
     kinds: list[str] = []
     rates: dict[str, int] = {}
     for layer, ratio in enumerate(each_layer(header, "attention.compress_ratios")):

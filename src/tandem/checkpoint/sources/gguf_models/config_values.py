@@ -19,8 +19,8 @@ def config_of(
 ) -> PreTrainedConfig:
     """Return a config with the values that all architectures share, and the given `own` values.
 
-    `without` names values that this architecture lacks. Raises `ModelError` if the file lacks
-    another value.
+    `without` names shared values that this architecture does not have. Raises `ModelError` if the
+    file lacks a required value.
     """
     from transformers import AutoConfig
 
@@ -59,7 +59,7 @@ def num_layers(header: GgufHeader) -> int:
 
 
 def num_dense_layers(header: GgufHeader) -> int:
-    """Return the number of dense layers before the first layer with experts."""
+    """Return the number of dense layers before the first layer with experts; 0 without experts."""
     is_first = (f"blk.{n}.ffn_gate_inp.weight" in header.tensors for n in range(num_layers(header)))
     return next((number for number, has_router in enumerate(is_first) if has_router), 0)
 
@@ -92,7 +92,10 @@ def values_of_layers(header: GgufHeader, key: str) -> list[Any]:
 
 
 def widths(header: GgufHeader, experts: str = "num_experts") -> dict[str, object]:
-    """Return the number of experts, and the intermediate sizes of experts and dense layers."""
+    """Return config fields: number of experts, intermediate sizes of experts and of dense layers.
+
+    `experts` is the name of the first field.
+    """
     return {
         experts: header.value("expert_count"),
         "moe_intermediate_size": header.expert_width,

@@ -58,7 +58,10 @@ def olmoe(header: GgufHeader) -> PreTrainedConfig:
 
 
 def gpt_oss(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a gpt-oss; Transformers' own reader loses the scaling of positions."""
+    """Make the config of a gpt-oss.
+
+    Transformers' own GGUF reader would lose the scaling of positions.
+    """
     window = header.value("attention.sliding_window")
     return _with_local_experts(header, "gpt_oss", sliding_window=window)
 
@@ -103,7 +106,10 @@ def ernie(header: GgufHeader) -> PreTrainedConfig:
 
 
 def hunyuan(header: GgufHeader) -> PreTrainedConfig:
-    """Make the config of a Hunyuan V1 with experts; its theta includes the scaling of positions."""
+    """Make the config of a Hunyuan V1 with experts.
+
+    The rotary base in its files already includes the scaling of positions.
+    """
     return config_of(
         header,
         "hunyuan_v1_moe",

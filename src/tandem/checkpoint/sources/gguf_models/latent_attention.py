@@ -23,7 +23,7 @@ def deepseek(header: GgufHeader) -> PreTrainedConfig:
 
 
 def latents(header: GgufHeader) -> dict[str, object]:
-    """Return the widths of the attention's latents and heads."""
+    """Return latent attention's config fields: number of heads, widths of latents and of heads."""
     rotary = header.value("rope.dimension_count")
     # Newer files have the widths of the latent here, and those of a head under names of their own.
     key = header.value("attention.key_length_mla") or header.value("attention.key_length")

@@ -70,7 +70,10 @@ def jamba(header: GgufHeader) -> PreTrainedConfig:
 
 
 def _every(header: GgufHeader, types: list[str], kind: str) -> tuple[int, int]:
-    """Return the first layer of a kind and the distance between two; `ModelError` if irregular."""
+    """Return the number of the first layer of type `kind`, and the distance between such layers.
+
+    Raises `ModelError` if the distances differ.
+    """
     found = [layer for layer, each in enumerate(types) if each == kind] or [0]
     period = found[1] - found[0] if len(found) > 1 else len(types)
     if found != list(range(found[0], len(types), period)) or found[0] >= period:

@@ -83,13 +83,19 @@ def _gemma4_experts(header: GgufHeader) -> dict[str, object]:
 
 
 def _first(heads: list[int], windows: list[int], is_window: bool) -> int:
-    """Return the KV heads of the first layer with (without) a window; if none, those of layer 0."""
+    """Return the number of KV heads of the first layer with (if `is_window`) or without a window.
+
+    If there is no such layer, returns the number of KV heads of layer 0.
+    """
     of_kind = (n for n, window in zip(heads, windows, strict=True) if bool(window) == is_window)
     return next(of_kind, heads[0])
 
 
 def _turned_share(header: GgufHeader) -> float:
-    """Return the share of a full-attention head that is rotated: frequency factors below 2."""
+    """Return the share of rotary frequencies that full attention uses: those with a factor below 2.
+
+    Without factors in the file, the share is 0.25.
+    """
     factors = header.tensors.get("rope_freqs.weight")
     return 0.25 if factors is None else float((factors.data.astype(np.float32) < 2).mean())
 
