@@ -347,6 +347,21 @@ void bind_deciding(nb::module_& m) {
   m.def("known_ahead", &known_ahead);
   m.def("over_lowest", &over_lowest_of);
   m.def("known_reads", &known_reads_of);
+  m.def("likely_reads", [](const std::vector<std::pair<std::int32_t, std::int32_t>>& likely,
+                           const Chances& chances, std::int64_t num_shared) {
+    std::vector<LikelyExpert> found;
+    for (const auto& [expert, rank] : likely) {
+      require(rank >= 0 && rank < static_cast<std::int32_t>(chances.size()), "a chance by rank");
+      found.push_back({expert, rank});
+    }
+    return likely_reads(found, chances, num_shared);
+  });
+  m.def("updated_chance", &updated_chance);
+  nb::class_<LookAheadTrial>(m, "LookAheadTrial")
+      .def(nb::init<>())
+      .def("looks", &LookAheadTrial::looks)
+      .def("end_step", &LookAheadTrial::end_step);
+  m.def("is_worth_a_look", &is_worth_a_look);
   m.def("prompt_reads", [](nb::handle on_device, const Scores& scores, std::size_t most) {
     const Buffer states(on_device);
     require(states.size() == static_cast<std::int64_t>(scores.size()), "a score for each expert");

@@ -92,6 +92,35 @@ const HeldExpert& require_held(const HeldExpert& held) {
   return held;
 }
 
+using RouterOfLayer = std::tuple<const DenseMatrix*, std::vector<float>, int>;
+
+// A router is (its matrix, or None, its bias by expert, its scoring function's number).
+void init_look_ahead(LookAhead* self, const std::vector<RouterOfLayer>& routers,
+                     std::int64_t hidden_size) {
+  require(hidden_size > 0, "inputs of 1 value or more");
+  std::vector<AheadRouter> found;
+  for (const auto& [matrix, bias, scoring] : routers) {
+    require(scoring >= 0 && scoring <= 2, "a scoring function from 0 to 2");
+    require(matrix == nullptr || matrix->in_features == hidden_size,
+            "routers with hidden_size columns");
+    require(matrix == nullptr || bias.empty() ||
+                static_cast<std::int64_t>(bias.size()) == matrix->rows,
+            "a bias for each expert, or none");
+    found.push_back({matrix, bias, static_cast<AheadRouter::Scoring>(scoring)});
+  }
+  new (self) LookAhead(std::move(found), hidden_size);
+}
+
+RouterInputs router_inputs(const LookAhead& look_ahead, std::int32_t layer, const Tensor& values,
+                           std::int64_t top_k) {
+  values.require_dims("values", 2);
+  const std::int64_t num_tokens = values.size(0), size = look_ahead.hidden_size();
+  require(layer >= 0 && layer < static_cast<std::int32_t>(look_ahead.num_layers()),
+          "a layer with a router");
+  require(top_k > 0, "one expert or more per token");
+  return {layer, values.dense<const float>("values", num_tokens * size), size, num_tokens, top_k};
+}
+
 // A table is (its parts, bytes of a row); a part is (file, first byte, rows).
 using PartOfTable = std::tuple<std::string, std::int64_t, std::int64_t>;
 
@@ -152,6 +181,8 @@ void bind_disk(nb::module_& m) {
       .def_ro("hits", &HostSlots::Counts::hits)
       .def_ro("misses", &HostSlots::Counts::misses)
       .def_ro("ahead", &HostSlots::Counts::ahead)
+      .def_ro("likely", &HostSlots::Counts::likely)
+      .def_ro("likely_used", &HostSlots::Counts::likely_used)
       .def_ro("device_hits", &HostSlots::Counts::device_hits)
       .def_ro("device_misses", &HostSlots::Counts::device_misses)
       .def_ro("kept", &HostSlots::Counts::kept)
@@ -175,6 +206,18 @@ void bind_disk(nb::module_& m) {
              self.keep();
            })
       .def("let_go", &HeldExpert::let_go);
+  nb::class_<LookAhead>(m, "LookAhead")
+      .def("__init__", &init_look_ahead, nb::keep_alive<1, 2>())
+      .def("learn",
+           [](LookAhead& self, std::int32_t layer, const Tensor& values) {
+             self.learn(router_inputs(self, layer, values, 1));
+           })
+      .def("predict", [](LookAhead& self, DenseEngine& engine, std::int32_t layer,
+                         const Tensor& values, std::int64_t top_k) {
+        const RouterInputs inputs = router_inputs(self, layer, values, top_k);
+        const std::unique_lock turn(engine.busy());
+        return self.predict(engine, inputs);
+      });
   nb::class_<HostSlots>(m, "HostSlots")
       .def("__init__", &init_slots, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def(
@@ -211,6 +254,31 @@ void bind_disk(nb::module_& m) {
                          "experts of these slots");
              self.expect(std::move(experts));
            })
+      .def("note_likely",
+           [](HostSlots& self, std::int32_t layer, const Ids& experts, std::int64_t top_k) {
+             for (const std::int32_t expert : experts)
+               require(self.has_expert(layer, expert), "experts of these slots");
+             require(top_k > 0, "one expert or more per token");
+             self.note_likely(layer, experts, top_k);
+           })
+      .def("script",
+           [](HostSlots& self, std::vector<Ids> predicted) {
+             for (std::size_t layer = 0; layer < predicted.size(); ++layer)
+               for (const std::int32_t expert : predicted[layer])
+                 require(self.has_expert(static_cast<std::int32_t>(layer), expert),
+                         "experts of these slots");
+             self.script(std::move(predicted));
+           })
+      .def("run_ahead",
+           [](HostSlots& self, LookAhead& look_ahead) {
+             for (std::size_t layer = 0; layer < look_ahead.num_layers(); ++layer)
+               require(look_ahead.num_experts(layer) == 0 ||
+                           self.has(static_cast<std::int32_t>(layer), look_ahead.num_experts(layer)),
+                       "routers of these layers");
+             self.run_ahead(look_ahead);
+           },
+           nb::keep_alive<1, 2>())
+      .def("look_always", &HostSlots::look_always)
       .def("pin", &HostSlots::pin)
       .def("require_here", &HostSlots::require_here)
       .def("fill", &HostSlots::fill)

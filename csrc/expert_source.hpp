@@ -41,6 +41,15 @@ struct ExpertHold {
 
 // One use at a time. Between `begin` and `end`, an expert that was handed out stays in place until
 // `next` is called again.
+class DenseEngine;
+
+// The inputs of a layer's experts, which most models' routers read too.
+struct RouterInputs {
+  std::int32_t layer;
+  const float* values;  // (num_tokens, hidden_size)
+  std::int64_t hidden_size, num_tokens, top_k;
+};
+
 class ExpertSource {
  public:
   struct Arrived {
@@ -57,6 +66,9 @@ class ExpertSource {
   // least one. Empty when all have been handed out. Throws DiskError or DiskSlow.
   virtual std::span<const Arrived> next() = 0;
   virtual void end() noexcept = 0;
+
+  // Called after `begin`: predicts the next layer's experts, with the idle engine.
+  virtual void look_ahead(DenseEngine& engine, const RouterInputs& inputs) = 0;
 
   // From any thread, independent of a use; see HeldExpert.
   virtual ExpertHold hold(std::int32_t layer, std::int32_t expert, bool waits) = 0;

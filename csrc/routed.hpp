@@ -6,6 +6,7 @@
 #include <functional>
 #include <vector>
 
+#include "dense.hpp"
 #include "expert_source.hpp"
 #include "experts.hpp"
 #include "values.hpp"
@@ -65,7 +66,8 @@ class ComingExperts {
 // Uses the threads of an expert engine, which must outlive it and be idle.
 class RoutedExperts {
  public:
-  explicit RoutedExperts(ExpertEngine& engine) : engine_(engine), coming_(engine) {}
+  explicit RoutedExperts(ExpertEngine& engine)
+      : engine_(engine), dense_(engine), coming_(engine) {}
 
   // Returns the number of computed experts.
   std::int64_t run(const RoutedLayer& layer, const RoutedCall& call);
@@ -78,6 +80,7 @@ class RoutedExperts {
   std::int64_t sort_rows(const RoutedLayer& layer, const RoutedCall& call);
 
   ExpertEngine& engine_;
+  DenseEngine dense_;
   ComingExperts coming_;
   std::vector<std::int32_t> active_, count_, begin_, token_, row_of_;
   std::vector<const std::uint8_t*> addresses_;

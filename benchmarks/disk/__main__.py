@@ -15,6 +15,7 @@ its first start tries them. Systems go forwards and backwards (ABBA) `--rounds` 
 printed are medians over them.
 
 - `slots`: experts come from the disk into slots in memory, as `tandem.load` decides by itself;
+- `look-ahead`: as `slots`; the next layer's experts are predicted with `--accuracy`;
 - `mapped`: the same files, mapped, experts in the page cache, as it was before;
 - `own-slots`: as `slots`, with the routing that random weights have of themselves, as it is in
   other programs: `llama.cpp` (its library) and each `--rival`, a program that takes llama-bench's
@@ -47,7 +48,7 @@ from tandem.bench.model_shapes import MODEL_SHAPES, ModelShape, find_shape
 from tandem.bench.peers.llama_bench import parse_rival
 from tandem.kernels.cpu import detect_cpu
 
-SYSTEMS = ("slots", "mapped", "own-slots", "llama.cpp", "fit")
+SYSTEMS = ("slots", "look-ahead", "mapped", "own-slots", "llama.cpp", "fit")
 
 
 def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -77,6 +78,7 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cold-prompt", type=int, default=256)
     parser.add_argument("--eviction", default="next-use")
     parser.add_argument("--threads", type=int, default=detect_cpu().num_threads)
+    parser.add_argument("--accuracy", type=float, default=0.8, help="of look-ahead")
     parser.add_argument("--fit-layers", type=int, default=6)
     parser.add_argument("--gguf", type=Path, help="for other programs")
     parser.add_argument("--rival", type=parse_rival, action="append", default=[])
@@ -100,6 +102,8 @@ def jobs_of(options: argparse.Namespace, folder: Path, shape: ModelShape) -> dic
     own = {"own-slots": replace(job, routing="own")}
     jobs = {name: replace(job, system=name) for name in options.systems} | own
     other = replace(job, steps=options.rival_steps)
+    if "look-ahead" in jobs:
+        jobs["look-ahead"] = replace(jobs["look-ahead"], look_ahead=options.accuracy)
     if "llama.cpp" in jobs:
         jobs["llama.cpp"] = replace(other, system="llama.cpp")
     rivals = {name: replace(other, system="rival", command=words) for name, words in options.rival}

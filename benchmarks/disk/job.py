@@ -28,6 +28,8 @@ class Job:
     fit_layers: int = 0
     expert_memory: str = "auto"
     """As in `OffloadConfig`; for `slots` and `own-slots`."""
+    look_ahead: float | None = None
+    """The accuracy of scripted predictions of the next layer's experts; None: no predictions."""
     gguf: Path | None = None
     command: list[str] = field(default_factory=list)
     """The rival's command."""

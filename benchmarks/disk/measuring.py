@@ -165,9 +165,11 @@ def measure_prompts(running: RunningModel, watch: Watch, job: Job) -> list[Sampl
     return samples
 
 
-def watch_of(running: RunningModel, trace: RoutingTrace | None, folder: Path) -> Watch:
+def watch_of(
+    running: RunningModel, trace: RoutingTrace | None, folder: Path, accuracy: float | None = None
+) -> Watch:
     """Force a trace's routing onto a model, and return a watch for its steps."""
-    routing = None if trace is None else running.force(trace)
+    routing = None if trace is None else running.force(trace, accuracy)
     slots = require_runtime(running.model).host_slots
     has_lru = slots is not None and trace is not None
     lru = [LruSlots(n) for n in slots.num_slots] if slots is not None and has_lru else []

@@ -55,15 +55,28 @@ def load_first_layers(job: Job, *, has_slots: bool) -> Any:
 
 
 class NotedRouting(ForcedRouting):
-    """Forced routing that counts the trace's tokens."""
+    """Forced routing that counts the trace's tokens, and scripts what looking ahead predicts."""
 
-    def __init__(self, inner: Executor, trace: RoutingTrace) -> None:
-        """Begin with the trace's first token."""
+    def __init__(self, inner: Executor, trace: RoutingTrace, accuracy: float | None) -> None:
+        """Begin with the trace's first token.
+
+        With `accuracy` each expert of a decode step's token is predicted with this chance, and
+        another one instead of it otherwise. The model's routers would predict their own choice.
+        """
         super().__init__(inner, trace)
         self.at = 0
+        slots = inner.store.slots
+        self._accuracy, self._slots = (None if slots is None else accuracy), slots
+        self._random = np.random.default_rng(0)
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Advance by the step's tokens."""
+        if self._accuracy is not None and len(token_ids) == 1:
+            assert self._slots is not None
+            chosen = self._trace.experts[self.at % self._trace.num_tokens].astype(np.int64)
+            others = self._random.integers(self._trace.meta.n_experts, size=chosen.shape)
+            is_right = self._random.random(chosen.shape) < self._accuracy
+            self._slots.script(np.where(is_right, chosen, others).tolist())
         self.at += len(token_ids)
         super().begin_step(token_ids, is_prefill=is_prefill)
 
@@ -90,13 +103,13 @@ class RunningModel:
         self._ids = torch.randperm(vocabulary, generator=random, device="cpu")
         self._at = 0
 
-    def force(self, trace: RoutingTrace) -> NotedRouting:
+    def force(self, trace: RoutingTrace, accuracy: float | None = None) -> NotedRouting:
         """Route all further tokens as in a trace.
 
         Tables that route by token are changed to say the same, because reads ahead use them.
         """
         runtime = require_runtime(self.model)
-        routing = NotedRouting(runtime.executor, trace)
+        routing = NotedRouting(runtime.executor, trace, accuracy)
         runtime.use(routing)
         ids = self._ids.roll(-self._at)
         chosen = trace.experts[np.arange(len(ids)) % trace.num_tokens].astype(np.int64)

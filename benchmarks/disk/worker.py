@@ -69,7 +69,7 @@ def measure_tier(job: Job) -> dict[str, Any]:
     }  # fmt: skip
     running = RunningModel(model, job.prompt + job.steps + 64, notes)
     report["ready_seconds"] = time.perf_counter() - begin
-    watch = watch_of(running, trace, job.folder)
+    watch = watch_of(running, trace, job.folder, job.look_ahead)
     watch.time(lambda: running.prompt(job.cold_prompt), job.cold_prompt)
     report |= {
         "first_token_seconds": time.perf_counter() - begin,

@@ -9,6 +9,15 @@ namespace {
 
 // Same as in tandem.policy.reads.
 constexpr std::int64_t kMostStepTokens = 32;
+constexpr std::int32_t kLeastChance = kCertain * 3 / 8;
+constexpr int kForget = 5;
+constexpr std::int64_t kLookAgainSteps = 32;
+constexpr std::int64_t kBlockSteps = 8, kTrialSteps = 4 * kBlockSteps, kKeptSteps = 512;
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
 
 }  // namespace
 
@@ -43,6 +52,54 @@ Ids prompt_reads(const std::uint8_t* on_device, const Scores& scores, std::size_
 void rank_last(const std::uint8_t* on_device, Scores& scores) {
   for (std::size_t expert = 0; expert < scores.size(); ++expert)
     if (on_device[expert] == kReady) scores[expert] = 0;
+}
+
+Ids likely_reads(const std::vector<LikelyExpert>& likely, const Chances& chances,
+                 std::int64_t num_shared) {
+  std::vector<LikelyExpert> chosen;
+  for (const LikelyExpert& one : likely)
+    if (chances[one.rank] >= kLeastChance) chosen.push_back(one);
+  std::stable_sort(chosen.begin(), chosen.end(),
+                   [](const auto& a, const auto& b) { return a.rank < b.rank; });
+  Ids found;
+  for (const LikelyExpert& one : chosen)
+    if (static_cast<std::int64_t>(found.size()) < num_shared / 4) found.push_back(one.expert);
+  return found;
+}
+
+bool is_worth_a_look(const Chances& chances, std::int64_t step) {
+  return step % kLookAgainSteps == 0 ||
+         std::any_of(chances.begin(), chances.end(),
+                     [](std::int32_t chance) { return chance >= kLeastChance; });
+}
+
+bool LookAheadTrial::looks() const {
+  const std::int64_t block = step_ / kBlockSteps;
+  return step_ < kTrialSteps ? block == 0 || block == 3 : is_better_;
+}
+
+void LookAheadTrial::begin() {
+  step_ = 0;
+  without_.clear();
+  with_.clear();
+}
+
+void LookAheadTrial::end_step(std::int64_t num_tokens, double seconds) {
+  if (step_ < kTrialSteps) {
+    if (num_tokens != num_tokens_) {
+      num_tokens_ = num_tokens;
+      begin();
+      return;
+    }
+    if (step_ % kBlockSteps > 0) (looks() ? with_ : without_).push_back(seconds);
+  }
+  ++step_;
+  if (step_ == kTrialSteps) is_better_ = median(with_) < median(without_);
+  if (step_ == kTrialSteps + kKeptSteps) begin();
+}
+
+std::int32_t updated_chance(std::int32_t chance, bool was_used) {
+  return chance + (((was_used ? kCertain : 0) - chance) >> kForget);
 }
 
 bool may_lend(std::int64_t num_lent, std::int64_t num_shared) {

@@ -33,6 +33,41 @@ struct ReadAhead {
 // Returns the reads that begin now, in this order.
 std::vector<ReadAhead> known_reads(const std::vector<ComingUse>& coming, SharedSlots shared);
 
+// An absent expert that the next layer's router, run ahead, gave this rank for some token.
+struct LikelyExpert {
+  std::int32_t expert, rank;
+};
+
+// How often an absent expert of each rank was used, in 65,536ths.
+using Chances = std::vector<std::int32_t>;
+constexpr std::int32_t kCertain = 1 << 16, kFirstChance = kCertain / 2;
+
+// Returns the likely experts that are read now, best rank first.
+Ids likely_reads(const std::vector<LikelyExpert>& likely, const Chances& chances,
+                 std::int64_t num_shared);
+
+// Whether the next layer's router is run ahead in a step: some chance suffices for a read, or it is
+// time to see whether chances have changed.
+bool is_worth_a_look(const Chances& chances, std::int64_t step);
+
+// Tries now and then whether steps are faster with look-ahead, and keeps what is faster.
+class LookAheadTrial {
+ public:
+  bool looks() const;  // whether the current step looks ahead
+  // The current step took this time.
+  void end_step(std::int64_t num_tokens, double seconds);
+
+ private:
+  void begin();
+
+  bool is_better_ = true;
+  std::int64_t num_tokens_ = 0, step_ = 0;
+  std::vector<double> without_, with_;  // seconds
+};
+
+// Returns a chance after one more expert of its rank was used or not.
+std::int32_t updated_chance(std::int32_t chance, bool was_used);
+
 // Where memory has an expert, in the order of tandem.policy.reads: in a slot of its layer, in a
 // shared slot for this use only, or not yet.
 enum class Place : std::uint8_t { kInSlot, kPassing, kOnDisk };

@@ -36,7 +36,7 @@ void HostSlots::read_expected() {
   }
   if (coming.empty()) return;
   for (const ReadAhead& read : known_reads(coming, shared_slots()))
-    read_ahead(read.layer, read.expert);
+    read_ahead(read.layer, read.expert, Cause::kAhead);
 }
 
 SharedSlots HostSlots::shared_slots() const {

@@ -14,9 +14,11 @@ constexpr std::size_t kPromptGroup = 8;
 }  // namespace
 
 void HostSlots::release_handed_out() {
-  for (Wanted& one : wanted_) {
+  for (std::size_t i = 0; i < wanted_.size(); ++i) {
+    Wanted& one = wanted_[i];
     if (!one.is_handed_out || one.is_done) continue;
     one.is_done = true;
+    if (one.was_under_way) admit_late(one, experts_[i]);
     if (!is_resident(*one.slot)) leave(*one.slot);
     one.slot = nullptr;
   }

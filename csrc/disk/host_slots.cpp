@@ -148,6 +148,8 @@ void HostSlots::begin(const ExpertUse& use) {
   settle(use.layer);
   settle_transit(use.layer);
   experts_.assign(use.experts.begin(), use.experts.end());
+  judge_likely(use.layer);
+  note_step(use);
   note(use);
   scores_ = scores_of(use.layer);
   layer_ = use.layer;
@@ -159,8 +161,9 @@ void HostSlots::begin(const ExpertUse& use) {
     if (slot != nullptr && !slot->read.has_ended()) readers_.demand(slot->read);
     if (slot != nullptr) slot->is_passed = false;
     const bool has_slot = slot != nullptr && is_resident(*slot);
-    // An expert that was read ahead also asks for a slot once it has arrived.
-    if (!has_slot && (slot == nullptr || slot->read.has_ended())) absent.push_back(experts_[i]);
+    // An expert that was read ahead also asks for a slot, but only once it has arrived.
+    wanted_[i].was_under_way = !has_slot && slot != nullptr && !slot->read.has_ended();
+    if (!has_slot && !wanted_[i].was_under_way) absent.push_back(experts_[i]);
     ++(slot == nullptr ? counts_.misses : counts_.hits);
     counts_.ahead += slot != nullptr && !has_slot;
   }
@@ -257,7 +260,9 @@ void HostSlots::read_into(Slot& slot, std::int32_t layer, std::int32_t expert, C
   describe(slot, layer, expert);
   slot.read.is_filling = cause == Cause::kFilling;
   counts_.read_bytes += slot.read.bytes;
-  readers_.ask(slot.read, cause == Cause::kDemand);
+  readers_.ask(slot.read, cause == Cause::kDemand   ? Urgency::kDemanded
+                          : cause == Cause::kLikely ? Urgency::kLikely
+                                                    : Urgency::kAhead);
 }
 
 // Whether a transit slot's content is no longer needed.
@@ -289,16 +294,16 @@ void HostSlots::use_transit_slots() {
   const std::int32_t next = layer_ + 1;
   while (!ahead_.empty()) {
     const std::int32_t expert = ahead_.back();
-    if (find(next, expert, transit_) == nullptr && !read_ahead(next, expert)) return;
+    if (find(next, expert, transit_) == nullptr && !read_ahead(next, expert, Cause::kAhead)) return;
     ahead_.pop_back();
   }
 }
 
 // Returns whether there was a slot.
-bool HostSlots::read_ahead(std::int32_t layer, std::int32_t expert) {
+bool HostSlots::read_ahead(std::int32_t layer, std::int32_t expert, Cause cause) {
   const bool has_room = !resident_.free[layer].empty();
   Slot* slot = has_room ? &slots_[layer][resident_.insert(layer, expert)] : free_transit();
-  if (slot != nullptr) read_into(*slot, layer, expert, Cause::kAhead);
+  if (slot != nullptr) read_into(*slot, layer, expert, cause);
   return slot != nullptr;
 }
 

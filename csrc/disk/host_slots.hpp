@@ -15,6 +15,7 @@
 
 #include "coordinator/step_policy.hpp"
 #include "decider/reads.hpp"
+#include "disk/look_ahead.hpp"
 #include "disk/reader_pool.hpp"
 #include "expert_source.hpp"
 #include "policy_tables.hpp"
@@ -45,6 +46,7 @@ class HostSlots final : public ExpertSource {
   };
   struct Counts {
     std::int64_t hits = 0, misses = 0, ahead = 0, read_bytes = 0;  // ahead: part of the hits
+    std::int64_t likely = 0, likely_used = 0;  // reads of likely experts; those that were used
     std::int64_t device_hits = 0, device_misses = 0;  // of experts held for a device
     std::int64_t kept = 0;  // experts taken back from a device
     double waited_seconds = 0.0;
@@ -60,10 +62,21 @@ class HostSlots final : public ExpertSource {
   // known. Their reads begin. Replaces earlier expectations.
   void expect(std::vector<Ids> experts);
 
+  // The experts that a layer's next use may need, each token's best first, as (tokens, top_k). Reads
+  // of some begin while the disk is idle. Replaces earlier ones.
+  void note_likely(std::int32_t layer, const Ids& experts, std::int64_t top_k);
+
   void begin(const ExpertUse& use) override;
   std::span<const Arrived> there() override;
   std::span<const Arrived> next() override;
   void end() noexcept override;
+  void look_ahead(DenseEngine& engine, const RouterInputs& inputs) override;
+  // From now on the next layers' routers are run ahead. `look_ahead` must outlive this.
+  void run_ahead(LookAhead& look_ahead) { look_ahead_ = &look_ahead; }
+  // No trial decides whether steps look ahead.
+  void look_always() { always_looks_ = true; }
+  // Instead of what routers say: predictions (tokens, top_k) by layer, for measurements.
+  void script(std::vector<Ids> predicted) { script_ = std::move(predicted); }
 
   // From any thread. From its next use on, each layer uses this share of its slots; the memory of
   // the others returns to the system. 1: all.
@@ -110,7 +123,7 @@ class HostSlots final : public ExpertSource {
   ReaderPool& readers() { return readers_; }
 
  private:
-  enum class Cause : std::uint8_t { kDemand, kAhead, kFilling };  // why a read is made
+  enum class Cause : std::uint8_t { kDemand, kAhead, kLikely, kFilling };  // why a read is made
   struct Slot {
     DiskRead read;
     std::uint8_t* memory = nullptr;
@@ -124,6 +137,7 @@ class HostSlots final : public ExpertSource {
   struct Wanted {
     Slot* slot = nullptr;  // null: waiting for a transit slot
     bool is_handed_out = false, is_done = false;
+    bool was_under_way = false;  // when the use began; it asks for a slot once it is done
     bool is_demanded = false;  // by this use; a failed read that another use requested is repeated
   };
 
@@ -151,9 +165,14 @@ class HostSlots final : public ExpertSource {
   void read_into(Slot& slot, std::int32_t layer, std::int32_t expert, Cause cause);
   void use_transit_slots();
   void order_ahead();
+  bool is_worth_a_look(std::int32_t layer) const;
+  void note_step(const ExpertUse& use);
+  void judge_likely(std::int32_t layer);
+  void withdraw(std::int32_t layer, std::int32_t expert);
+  void admit_late(Wanted& wanted, std::int32_t expert);
   bool is_expected(const Slot& slot) const;
   void read_expected();
-  bool read_ahead(std::int32_t layer, std::int32_t expert);
+  bool read_ahead(std::int32_t layer, std::int32_t expert, Cause cause);
   bool has_passed(const Slot& slot) const;
   Slot* free_transit();
   SharedSlots shared_slots() const;
@@ -182,6 +201,16 @@ class HostSlots final : public ExpertSource {
   // Used now; used in the layer above; to read ahead, the first one last.
   Ids experts_, above_, ahead_;
   std::vector<Ids> expected_;  // by layer; empty once the layer has been used
+  // Of the layer that is used next: absent experts that are likely to be used.
+  std::int32_t likely_layer_ = -1;
+  std::vector<LikelyExpert> likely_;
+  Chances chances_ = Chances(1, kFirstChance);  // by rank
+  LookAhead* look_ahead_ = nullptr;
+  LookAheadTrial trial_;
+  bool always_looks_ = false;
+  std::int64_t step_tokens_ = 0;
+  Moment step_began_;
+  std::vector<Ids> script_;
   std::vector<Wanted> wanted_;  // by position in the use
   std::vector<Arrived> arrived_;
   bool has_one_size_ = true;  // whether all slots have one size, so that memory can be traded

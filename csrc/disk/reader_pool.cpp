@@ -26,6 +26,10 @@ namespace {
 // A waiting thread spins for this time before it sleeps. A piece of a read takes longer.
 constexpr std::chrono::microseconds kLookOut{50};
 
+// Pieces of likely reads under way: enough for nearly the disk's rate, and few, because a demanded
+// read that comes meanwhile shares the disk with them.
+constexpr int kMostLikely = 3;
+
 int open_direct([[maybe_unused]] const char* path) {
 #if defined(O_DIRECT)
   return ::open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
@@ -162,12 +166,13 @@ void ReaderPool::close() {
     is_closing_ = true;
     demanded_.clear();
     ahead_.clear();
+    likely_.clear();
   }
   has_request_.notify_all();
   for (std::thread& reader : readers_) reader.join();
 }
 
-void ReaderPool::ask(DiskRead& read, bool is_demand) {
+void ReaderPool::ask(DiskRead& read, Urgency urgency) {
   const std::int64_t count = (read.bytes + piece_bytes_ - 1) / piece_bytes_;
   read.error.store(0, std::memory_order_relaxed);
   read.left.store(count, std::memory_order_relaxed);
@@ -175,7 +180,9 @@ void ReaderPool::ask(DiskRead& read, bool is_demand) {
   read.state.store(DiskRead::State::kUnderWay, std::memory_order_release);
   {
     const std::lock_guard lock(mutex_);
-    std::deque<Piece>& queue = is_demand ? demanded_ : ahead_;
+    std::deque<Piece>& queue = urgency == Urgency::kDemanded ? demanded_
+                               : urgency == Urgency::kAhead  ? ahead_
+                                                             : likely_;
     for (std::int64_t at = 0; at < read.bytes; at += piece_bytes_)
       queue.push_back({&read, at, std::min(piece_bytes_, read.bytes - at)});
   }
@@ -183,11 +190,26 @@ void ReaderPool::ask(DiskRead& read, bool is_demand) {
 }
 
 void ReaderPool::demand(DiskRead& read) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto is_other = [&](const Piece& piece) { return piece.read != &read; };
+    for (std::deque<Piece>* queue : {&ahead_, &likely_}) {
+      const auto first = std::stable_partition(queue->begin(), queue->end(), is_other);
+      demanded_.insert(demanded_.end(), first, queue->end());
+      queue->erase(first, queue->end());
+    }
+  }
+  has_request_.notify_all();  // readers may have left a likely read alone
+}
+
+bool ReaderPool::withdraw(DiskRead& read) {
   const std::lock_guard lock(mutex_);
-  const auto is_other = [&](const Piece& piece) { return piece.read != &read; };
-  const auto first = std::stable_partition(ahead_.begin(), ahead_.end(), is_other);
-  demanded_.insert(demanded_.end(), first, ahead_.end());
-  ahead_.erase(first, ahead_.end());
+  const auto is_its = [&](const Piece& piece) { return piece.read == &read; };
+  const auto waiting = std::count_if(likely_.begin(), likely_.end(), is_its);
+  if (waiting == 0 || waiting < read.left.load(std::memory_order_relaxed)) return false;
+  std::erase_if(likely_, is_its);
+  read.state.store(DiskRead::State::kFailed, std::memory_order_release);
+  return true;
 }
 
 bool ReaderPool::wait(std::uint32_t seen, double seconds) {
@@ -209,16 +231,31 @@ void ReaderPool::work() {
   ask_for_short_slices();
   while (true) {
     Piece piece{};
+    int* under_way = nullptr;
     {
       std::unique_lock lock(mutex_);
-      has_request_.wait(lock, [&] { return is_closing_ || !demanded_.empty() || !ahead_.empty(); });
+      has_request_.wait(lock, [&] { return is_closing_ || next_queue() != nullptr; });
       if (is_closing_) return;
-      std::deque<Piece>& queue = demanded_.empty() ? ahead_ : demanded_;
+      std::deque<Piece>& queue = *next_queue();
       piece = queue.front();
       queue.pop_front();
+      under_way = &queue == &likely_ ? &num_likely_ : &num_needed_;
+      ++*under_way;
     }
     do_piece(piece);
+    const std::lock_guard lock(mutex_);
+    --*under_way;
+    if (!likely_.empty()) has_request_.notify_one();
   }
+}
+
+// Returns the queue of the next piece to read; null: none may begin. Likely reads wait until no
+// needed one is under way.
+std::deque<ReaderPool::Piece>* ReaderPool::next_queue() {
+  if (!demanded_.empty()) return &demanded_;
+  if (!ahead_.empty()) return &ahead_;
+  const bool is_idle = num_needed_ == 0 && num_likely_ < kMostLikely;
+  return is_idle && !likely_.empty() ? &likely_ : nullptr;
 }
 
 void ReaderPool::inject_fault(const Piece& piece, std::int64_t& found) {

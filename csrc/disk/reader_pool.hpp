@@ -1,6 +1,6 @@
 // Threads that read parts of files into memory, bypassing the page cache if possible. A read is
-// split into pieces, so that a single one fills a disk's queue. Demanded reads come first; those
-// that may be needed later are made while the disk is idle.
+// split into pieces, so that a single one fills a disk's queue. Demanded reads come first, then those
+// that will be needed later. Those that may be needed are made while the disk is idle.
 #pragma once
 
 #include <atomic>
@@ -76,6 +76,9 @@ struct DiskRead {
 
 void require_here(const HomeProcess& home);  // throws DiskError
 
+// A use waits for the read; a later use will need it; or a later use may need it.
+enum class Urgency : std::uint8_t { kDemanded, kAhead, kLikely };
+
 class ReaderPool {
  public:
   // A forked process does not destroy its pool, because a condition variable's destructor would
@@ -93,9 +96,11 @@ class ReaderPool {
 
   const HomeProcess& home() const { return home_; }
 
-  void ask(DiskRead& read, bool is_demand);
+  void ask(DiskRead& read, Urgency urgency);
   // Moves a read that was made ahead to the demanded ones, because a use now waits for it.
   void demand(DiskRead& read);
+  // Ends a likely read as failed; returns false if a piece of it is under way, or none is left.
+  bool withdraw(DiskRead& read);
   // Returns when a read has ended since `seen` was `ended()`, or false after this time.
   std::uint32_t ended() const { return ended_.load(std::memory_order_acquire); }
   bool wait(std::uint32_t seen, double seconds);
@@ -114,6 +119,7 @@ class ReaderPool {
 
   void close();
   void work();
+  std::deque<Piece>* next_queue();
   void do_piece(const Piece& piece);
   void inject_fault(const Piece& piece, std::int64_t& found);
   bool is_damaged(const DiskRead& read) const;
@@ -124,7 +130,8 @@ class ReaderPool {
   const std::function<void()> filled_;
   std::mutex mutex_;  // guards the queues
   std::condition_variable has_request_;
-  std::deque<Piece> demanded_, ahead_;
+  std::deque<Piece> demanded_, ahead_, likely_;
+  int num_needed_ = 0, num_likely_ = 0;  // pieces under way: needed at some time; of likely reads
   bool is_closing_ = false;
   std::mutex ended_mutex_;
   std::condition_variable has_ended_;

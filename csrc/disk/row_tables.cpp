@@ -144,7 +144,7 @@ void RowTables::ask(Slot& slot, const OpenTable& table, std::int64_t row, std::u
   read.bytes = whole_pages(read.skipped + read.wanted);
   slot.wanted_at = to;
   counts_.read_bytes += read.bytes;
-  readers_->ask(read, true);
+  readers_->ask(read, Urgency::kDemanded);
 }
 
 void RowTables::require_arrival(const OpenTable& table, std::uint32_t seen) {

@@ -135,6 +135,7 @@ def engine_cases() -> dict[str, Case]:
     grouped = [weight.native] * 2, _floats(TOKENS, 2, HIDDEN), _floats(TOKENS, 2, 16)
     one = [weight.native], _floats(TOKENS, HIDDEN), [_floats(TOKENS, 16)]
     read = weight.native, _ints(TOKENS), _floats(TOKENS, HIDDEN)
+    ahead = _native.LookAhead([(weight.native, [], 0)] * 2, HIDDEN)
     compressed, biased = _compressed_attention(), _biased_attention()
     head = _floats(1, TOKENS, DIM)
     where = _ints(TOKENS), torch.arange(TOKENS)
@@ -156,6 +157,8 @@ def engine_cases() -> dict[str, Case]:
         "DenseEngine.run": Case(dense.run, one),
         "DenseEngine.run_groups": Case(dense.run_groups, grouped),
         "DenseEngine.read": Case(dense.read, read),
+        "LookAhead.learn": Case(ahead.learn, (0, _floats(TOKENS, HIDDEN)), any_size=[0]),
+        "LookAhead.predict": Case(ahead.predict, (dense, 0, _floats(TOKENS, HIDDEN), 2), any_size=[0]),
         "RoutedExperts.run": Case(threads.experts.run, (_routed(), *_routing())),
         "AttentionEngine.append": Case(
             attention.append, (compressed, *where, head, head, head.clone())

@@ -22,6 +22,7 @@ from tandem.decode.token_routed import TokenRouted
 from tandem.decode.trial import why_other_logits
 from tandem.experts.execution.executor import unheard
 from tandem.foreign_types import PreTrainedModel
+from tandem.hf.lookahead.over_disk import look_ahead_over_disk
 from tandem.hf.lookahead.warm_up import warm_up_ids
 from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kernels import _native
@@ -37,7 +38,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 class _Step(NamedTuple):
-    """A decode step of n tokens and its input tensors: `ids` (n, 1); slots and positions (n,)."""
+    """A decode step of n tokens, with its input tensors `ids` (n, 1) and three more (n,)."""
 
     slots: Tensor
     """Each token's slot; a slot may have several consecutive tokens."""
@@ -125,9 +126,10 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return "linear layers are not packed (--dense-dtype), so that an answer might change"
 
     def _steps_are_native(self) -> bool:
-        """Tell whether steps are settled, and each settled one is a batch-invariant recorded graph.
+        """Tell whether each settled step is a recorded graph without matrix products in torch.
 
-        Returns False if no step is settled (`ReplayedStep.has_settled`).
+        Such steps are batch-invariant. Returns False if no step is settled
+        (`ReplayedStep.has_settled`).
         """
         settled = [s.replayed for s in self._steps.values() if s.replayed.has_settled]
         graphs = [replayed.recording for replayed in settled]
@@ -176,11 +178,12 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return logits
 
     def may_join_prefill(self) -> bool:
-        """Tell whether `prefill` gives a decoded token exactly the logits of a decode step.
+        """Tell whether `prefill` computes the same logits for a decoded token as a decode step.
 
-        False until a trial in a later `verify` has shown it. Always False for a model with
-        `prompt_windows`, because `prefill` would make the decoded token a part of the prompt; and
-        for a model whose latents only prompts expand, because the trial finds other logits.
+        False until a trial in a later `verify` has shown that they are exactly equal. Always False
+        if the KV cache has `prompt_windows`, because `prefill` would make the decoded token a part
+        of the prompt. The trial fails for a model that expands latents in prompts but not in decode
+        steps.
         """
         if self.cache.prompt_windows:
             self._joins = False
@@ -206,9 +209,10 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
 
     @property
     def moving(self) -> MovingSlots | None:
-        """The object that moves contents of slots out and in.
+        """The object that copies contents of slots out as bytes, and back into slots.
 
-        None before the first prompt, and if a layer's blocks do not divide `SEGMENT_TOKENS`.
+        None before the first prompt, and if segments of `SEGMENT_TOKENS` tokens do not fill whole
+        blocks in every layer.
         """
         if not self.cache.can_move(SEGMENT_TOKENS):
             return None
@@ -238,7 +242,10 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
     def _chunks(
         self, prompts: Mapping[int, Sequence[int]]
     ) -> Iterator[list[tuple[int, Sequence[int]]]]:
-        """Yield each forward's pairs of slot and tokens, `MAX_STEP_TOKENS` tokens at most."""
+        """Split prompts into forwards of at most `MAX_STEP_TOKENS` tokens.
+
+        Yields the pairs of slot and tokens of each forward.
+        """
         chunk: list[tuple[int, Sequence[int]]] = []
         room = MAX_STEP_TOKENS
         for slot, tokens in prompts.items():
@@ -256,8 +263,8 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
     def _forward(self, chunk: list[tuple[int, Sequence[int]]], keep: Tensor | None) -> Tensor:
         """Append a chunk's tokens to their slots; return the logits after the tokens in `keep`.
 
-        `keep` has indices of tokens. If it is None, or the model cannot select logits, the result
-        has the logits after all tokens.
+        `keep` has indices of the chunk's tokens. If `keep` is None, or the model cannot select
+        logits, the result has the logits after all tokens.
         """
         self._follow_executor()
         lengths = self.cache.lengths
@@ -296,6 +303,8 @@ class CpuSlotPool(CachedSlotPool[KvCache]):
         return self._steps[num_tokens]
 
     def _new_step(self, num_tokens: int) -> _Step:
+        if self._has_replay:
+            look_ahead_over_disk(self._model.model)
         with torch.inference_mode(False):
             slots, positions, rotary = (
                 torch.zeros(num_tokens, dtype=torch.int64, device="cpu") for _ in range(3)

@@ -15,14 +15,14 @@ _SPACE = re.compile(r"[\s,]*")
 
 
 class Argument(NamedTuple):
-    """One argument as written."""
+    """One argument of a tool call, as the model wrote it."""
 
     key: str
     text: str
     kind: str | None
-    """The type in its tag; None: the type is in the tool's schema."""
+    """The type that the argument's tag states; None: the tool's schema decides the type."""
     end: int
-    """The offset of its end in the text."""
+    """The offset in the text at which the argument ends."""
 
 
 def tagged(text: str, tag: "re.Pattern[str]", first: int = 0) -> Iterator[Argument]:
@@ -57,7 +57,7 @@ def value_of(argument: Argument, schema: Mapping[str, object]) -> object:
 
 
 def _nested_value(text: str, schema: object) -> object:
-    """Return the value of a text under a schema: a list or an object if it has nested elements."""
+    """Return a text's value under a schema; a text with nested elements is a list or an object."""
     elements = list(nested(text)) if NAMESPACE in text else []
     types = set(type_names(schema)) if isinstance(schema, dict) else set()
     if not elements:
@@ -73,9 +73,9 @@ def _nested_value(text: str, schema: object) -> object:
 def by_schema(text: str, schema: object) -> object:
     """Return an argument's value under its schema: the text itself, or the JSON value in it.
 
-    A text that `enum` lists stays text. If the types include strings, only JSON of another of these
-    types is parsed. In all other cases a text is parsed if it is JSON, or with known types also if
-    it is Python's True, False or None.
+    A text that `enum` lists stays text. If the schema allows strings, JSON is parsed only if its
+    type is another type that the schema names. In all other cases any JSON is parsed, and if the
+    schema names types, so are Python's True, False and None.
     """
     value = json_value(text)
     if not isinstance(schema, dict):
@@ -86,6 +86,8 @@ def by_schema(text: str, schema: object) -> object:
     types = set(type_names(schema))
     if not types:
         return value
+    if "number" in types:
+        types.add("integer")
     if "string" in types and (isinstance(value, str) or _type(value) not in types):
         return text
     if _type(value) == "string" and isinstance(lowered := json_value(text.lower()), bool | None):
@@ -102,7 +104,7 @@ def json_value(text: str) -> object:
 
 
 def _refuse(constant: str) -> None:
-    """Raise for NaN and infinities, which are not JSON, so that they stay text."""
+    """Raise `ValueError` for NaN and infinities, so that they stay text: they are not JSON."""
     raise ValueError(constant)
 
 
@@ -122,7 +124,7 @@ def _list(value: object) -> list[object]:
 
 
 def _type(value: object) -> str:
-    """Return JSON Schema's name for a value's type; integers are numbers too."""
+    """Return JSON Schema's name for a value's type: "integer" for an int, "number" for a float."""
     if value is None:
         return "null"
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
@@ -150,7 +152,10 @@ def _end_of_space(text: str, place: int) -> int:
 
 
 def python_calls(text: str) -> list[dict[str, object]]:
-    """Parse calls in Python's syntax, [f(a=1), g()]; raises `ValueError` for any other text."""
+    """Return the name and the arguments of each call in a Python list such as [f(a=1), g()].
+
+    A single call without the list is accepted too. Raises `ValueError` for any other text.
+    """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:

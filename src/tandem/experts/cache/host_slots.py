@@ -7,6 +7,7 @@ needed (`csrc/disk`). The packed files stay mapped too, for rare reads of single
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from tandem.experts.store.layer_slots import LayerSlots
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.experts.store.pinning import Pin, pin_slots
 from tandem.kernels import _native
+from tandem.kernels.dense import DenseWeight
 from tandem.kernels.memory import allocate_buffers
 from tandem.policy.plan import Geometry
 
@@ -42,6 +44,16 @@ class ExpertPlace:
     stride: int
     sums: tuple[int, ...] = ()
     """CRC-32C of each expert's `stride` bytes; empty if the file has no checksums."""
+
+
+class AheadRouter(NamedTuple):
+    """A layer's router, to be run ahead: the largest values of scoring(weight @ state) + bias."""
+
+    weight: DenseWeight
+    bias: list[float]
+    """By expert; empty if the router has none."""
+    scoring: int
+    """The kernels' number of the scoring function (`look_ahead_routers.SCORINGS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,7 @@ class HostSlots:
             )
         except RuntimeError as error:
             raise ModelError(str(error)) from None
+        self._routers: Sequence[AheadRouter | None] | None = None
         for number, layer in enumerate(layers):
             layer.slots = LayerSlots(self.native, number, layer.layout.num_bytes)
 
@@ -131,6 +144,21 @@ class HostSlots:
     def fill(self) -> None:
         """Start reading experts into free slots whenever the disk is idle."""
         self.native.fill()
+
+    def run_ahead(self, routers: Sequence[AheadRouter | None], hidden_size: int) -> None:
+        """Run these routers ahead in decode steps from now on, one for each layer; None: not.
+
+        Their inputs have `hidden_size` values. No routers: steps do not look ahead.
+        """
+        self._routers = routers  # the native object refers to their weights
+        given = [(x.weight.native, x.bias, x.scoring) if x else (None, (), 0) for x in routers]
+        if given:
+            self.native.run_ahead(_native.LookAhead(given, hidden_size))
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `run_ahead` has been called."""
+        return self._routers is not None
 
     def pin(self, pin: Pin) -> None:
         """Pin the slots' memory as far as possible.

@@ -62,16 +62,18 @@ class _Call(NamedTuple):
     outputs: Sequence[object]
 
 
-def find_routers(model: PreTrainedModel, bound: Bound) -> list[Router] | str:
+def find_routers(
+    model: PreTrainedModel, bound: Bound, *, num_tokens: int = WARM_UP_TOKENS
+) -> list[Router] | str:
     """Return each layer's router in the store's order, or a sentence that says why that fails."""
     names = {module: name for name, module in model.named_modules()}
     experts = {names[module]: layer for module, layer in bound}
     with _watch(experts, names) as (calls, choices):
         try:
-            forward_tokens(model, WARM_UP_TOKENS)
+            forward_tokens(model, num_tokens)
         except Exception as error:  # a model's own code may raise anything
             return f"the model does not run on text alone ({error})"
-    ids = warm_up_ids(model, WARM_UP_TOKENS)
+    ids = warm_up_ids(model, num_tokens)
     stored = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     routers: dict[int, Router] = {}
     for name, layer in experts.items():
