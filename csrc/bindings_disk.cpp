@@ -103,9 +103,9 @@ void init_look_ahead(LookAhead* self, const std::vector<RouterOfLayer>& routers,
     require(scoring >= 0 && scoring <= 2, "a scoring function from 0 to 2");
     require(matrix == nullptr || matrix->in_features == hidden_size,
             "routers with hidden_size columns");
-    require(matrix == nullptr || bias.empty() ||
-                static_cast<std::int64_t>(bias.size()) == matrix->rows,
-            "a bias for each expert, or none");
+    require(
+        matrix == nullptr || bias.empty() || static_cast<std::int64_t>(bias.size()) == matrix->rows,
+        "a bias for each expert, or none");
     found.push_back({matrix, bias, static_cast<AheadRouter::Scoring>(scoring)});
   }
   new (self) LookAhead(std::move(found), hidden_size);
@@ -208,10 +208,8 @@ void bind_disk(nb::module_& m) {
       .def("let_go", &HeldExpert::let_go);
   nb::class_<LookAhead>(m, "LookAhead")
       .def("__init__", &init_look_ahead, nb::keep_alive<1, 2>())
-      .def("learn",
-           [](LookAhead& self, std::int32_t layer, const Tensor& values) {
-             self.learn(router_inputs(self, layer, values, 1));
-           })
+      .def("learn", [](LookAhead& self, std::int32_t layer,
+                       const Tensor& values) { self.learn(router_inputs(self, layer, values, 1)); })
       .def("predict", [](LookAhead& self, DenseEngine& engine, std::int32_t layer,
                          const Tensor& values, std::int64_t top_k) {
         const RouterInputs inputs = router_inputs(self, layer, values, top_k);
@@ -269,15 +267,16 @@ void bind_disk(nb::module_& m) {
                          "experts of these slots");
              self.script(std::move(predicted));
            })
-      .def("run_ahead",
-           [](HostSlots& self, LookAhead& look_ahead) {
-             for (std::size_t layer = 0; layer < look_ahead.num_layers(); ++layer)
-               require(look_ahead.num_experts(layer) == 0 ||
-                           self.has(static_cast<std::int32_t>(layer), look_ahead.num_experts(layer)),
-                       "routers of these layers");
-             self.run_ahead(look_ahead);
-           },
-           nb::keep_alive<1, 2>())
+      .def(
+          "run_ahead",
+          [](HostSlots& self, LookAhead& look_ahead) {
+            for (std::size_t layer = 0; layer < look_ahead.num_layers(); ++layer)
+              require(look_ahead.num_experts(layer) == 0 ||
+                          self.has(static_cast<std::int32_t>(layer), look_ahead.num_experts(layer)),
+                      "routers of these layers");
+            self.run_ahead(look_ahead);
+          },
+          nb::keep_alive<1, 2>())
       .def("look_always", &HostSlots::look_always)
       .def("pin", &HostSlots::pin)
       .def("require_here", &HostSlots::require_here)

@@ -110,7 +110,8 @@ std::int64_t RoutedExperts::run(const RoutedLayer& layer, const RoutedCall& call
                            token_.data(), hidden_.data(),  rows_.data()};
   if (active > 0 && layer.source != nullptr) {
     coming_.begin(layer, experts, active_);
-    layer.source->look_ahead(dense_, {layer.number, hidden_.data(), size, call.num_tokens, call.top_k});
+    layer.source->look_ahead(dense_,
+                             {layer.number, hidden_.data(), size, call.num_tokens, call.top_k});
     coming_.finish();
   } else if (active > 0) {
     engine_.run(layer.layout, layer.activation, experts);

@@ -66,8 +66,7 @@ class ComingExperts {
 // Uses the threads of an expert engine, which must outlive it and be idle.
 class RoutedExperts {
  public:
-  explicit RoutedExperts(ExpertEngine& engine)
-      : engine_(engine), dense_(engine), coming_(engine) {}
+  explicit RoutedExperts(ExpertEngine& engine) : engine_(engine), dense_(engine), coming_(engine) {}
 
   // Returns the number of computed experts.
   std::int64_t run(const RoutedLayer& layer, const RoutedCall& call);

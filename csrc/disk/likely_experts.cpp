@@ -11,9 +11,11 @@ namespace tandem {
 void HostSlots::look_ahead(DenseEngine& engine, const RouterInputs& inputs) {
   const auto next = static_cast<std::size_t>(inputs.layer) + 1;
   LookAhead* look_ahead = look_ahead_;
-  if (look_ahead != nullptr && look_ahead->hidden_size() != inputs.hidden_size) look_ahead = nullptr;
+  if (look_ahead != nullptr && look_ahead->hidden_size() != inputs.hidden_size)
+    look_ahead = nullptr;
   if (look_ahead != nullptr) look_ahead->learn(inputs);
-  if (next >= layers_.size() || is_prompt(inputs.num_tokens) || !is_worth_a_look(static_cast<std::int32_t>(next)))
+  if (next >= layers_.size() || is_prompt(inputs.num_tokens) ||
+      !is_worth_a_look(static_cast<std::int32_t>(next)))
     return;
   Ids predicted;
   if (look_ahead != nullptr) predicted = look_ahead->predict(engine, inputs);
@@ -46,12 +48,13 @@ void HostSlots::note_likely(std::int32_t layer, const Ids& experts, std::int64_t
   if (static_cast<std::int64_t>(chances_.size()) < top_k) chances_.resize(top_k, kFirstChance);
   for (std::size_t i = 0; i < experts.size(); ++i) {
     const std::int32_t expert = experts[i];
-    const bool is_there =
-        on_device_[layer * resident_.num_experts + expert] == kReady ||
-        find(layer, expert, transit_) != nullptr ||
-        std::any_of(likely_.begin(), likely_.end(),
-                    [&](const LikelyExpert& one) { return one.expert == expert; });
-    if (!is_there) likely_.push_back({expert, static_cast<std::int32_t>(i) % static_cast<std::int32_t>(top_k)});
+    const bool is_there = on_device_[layer * resident_.num_experts + expert] == kReady ||
+                          find(layer, expert, transit_) != nullptr ||
+                          std::any_of(likely_.begin(), likely_.end(), [&](const LikelyExpert& one) {
+                            return one.expert == expert;
+                          });
+    if (!is_there)
+      likely_.push_back({expert, static_cast<std::int32_t>(i) % static_cast<std::int32_t>(top_k)});
   }
   for (const std::int32_t expert :
        likely_reads(likely_, chances_, static_cast<std::int64_t>(transit_.size())))
@@ -65,8 +68,10 @@ void HostSlots::judge_likely(std::int32_t layer) {
     for (const auto& [expert, rank] : likely_) {
       const bool was_used = std::find(experts_.begin(), experts_.end(), expert) != experts_.end();
       chances_[rank] = updated_chance(chances_[rank], was_used);
-      if (!was_used) withdraw(layer, expert);
-      else counts_.likely_used += find(layer, expert, transit_) != nullptr;
+      if (!was_used)
+        withdraw(layer, expert);
+      else
+        counts_.likely_used += find(layer, expert, transit_) != nullptr;
     }
   }
   likely_.clear();

@@ -15,9 +15,12 @@ constexpr std::int64_t kMostTokens = 32;
 
 float scored(float value, AheadRouter::Scoring scoring) {
   switch (scoring) {
-    case AheadRouter::Scoring::kSigmoid: return 1.0F / (1.0F + std::exp(-value));
-    case AheadRouter::Scoring::kSqrtSoftplus: return std::sqrt(std::log1p(std::exp(value)));
-    case AheadRouter::Scoring::kNone: break;
+    case AheadRouter::Scoring::kSigmoid:
+      return 1.0F / (1.0F + std::exp(-value));
+    case AheadRouter::Scoring::kSqrtSoftplus:
+      return std::sqrt(std::log1p(std::exp(value)));
+    case AheadRouter::Scoring::kNone:
+      break;
   }
   return value;
 }
@@ -64,7 +67,8 @@ Ids LookAhead::predict(DenseEngine& engine, const RouterInputs& inputs) {
   const std::int64_t num_experts = router.matrix->rows;
   scores_.resize(inputs.num_tokens * num_experts);
   void* out = scores_.data();
-  engine.run({1, &router.matrix, inputs.num_tokens, hidden_size_, ValueType::kFp32, moved_.data(), &out});
+  engine.run(
+      {1, &router.matrix, inputs.num_tokens, hidden_size_, ValueType::kFp32, moved_.data(), &out});
   Ids found;
   order_.resize(num_experts);
   const std::int64_t most = std::min(inputs.top_k, num_experts);

@@ -16,7 +16,7 @@ struct AheadRouter {
   enum class Scoring : int { kNone = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
 
   const DenseMatrix* matrix;  // null: nothing is predicted for this layer
-  std::vector<float> bias;    // by expert; empty: none
+  std::vector<float> bias;  // by expert; empty: none
   Scoring scoring;
 };
 
@@ -44,7 +44,7 @@ class LookAhead {
   std::vector<AheadRouter> routers_;
   std::int64_t hidden_size_;
   std::vector<std::vector<float>> residuals_;  // by layer: the next layer's inputs - its own, mean
-  std::vector<std::int64_t> num_learned_;      // tokens
+  std::vector<std::int64_t> num_learned_;  // tokens
   std::int32_t last_layer_ = -1;
   std::vector<float> last_, moved_, scores_;
   Ids order_;

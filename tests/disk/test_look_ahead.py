@@ -209,9 +209,10 @@ def test_routers_by_token_are_not_run_ahead(tmp_path: Path) -> None:
 
 def test_bad_predictions_are_refused(packed: Path) -> None:
     native = slots_of(with_share(packed, 0.3)).native
-    for call in (lambda: native.note_likely(0, [EXPERTS], 1), lambda: native.script([[-1]])):
-        with pytest.raises(ValueError, match="experts of these slots"):
-            call()
+    with pytest.raises(ValueError, match="experts of these slots"):
+        native.note_likely(0, [EXPERTS], 1)
+    with pytest.raises(ValueError, match="experts of these slots"):
+        native.script([[-1]])
     with pytest.raises(ValueError, match="one expert or more"):
         native.note_likely(0, [0], 0)
     router = pack_dense(nn.Linear(HIDDEN, 5, bias=False).weight.detach(), None, find_format("int8"))

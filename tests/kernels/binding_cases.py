@@ -158,7 +158,9 @@ def engine_cases() -> dict[str, Case]:
         "DenseEngine.run_groups": Case(dense.run_groups, grouped),
         "DenseEngine.read": Case(dense.read, read),
         "LookAhead.learn": Case(ahead.learn, (0, _floats(TOKENS, HIDDEN)), any_size=[0]),
-        "LookAhead.predict": Case(ahead.predict, (dense, 0, _floats(TOKENS, HIDDEN), 2), any_size=[0]),
+        "LookAhead.predict": Case(
+            ahead.predict, (dense, 0, _floats(TOKENS, HIDDEN), 2), any_size=[0]
+        ),
         "RoutedExperts.run": Case(threads.experts.run, (_routed(), *_routing())),
         "AttentionEngine.append": Case(
             attention.append, (compressed, *where, head, head, head.clone())

@@ -72,8 +72,8 @@ CERTAIN = 1 << 16
 """The chance, in 65,536ths, of an expert that will be used in any case."""
 FIRST_CHANCE = CERTAIN // 2
 """The chance of every rank before anything is known."""
-# A read in vain costs the processor a checksum and memory traffic, about half as much as a read that
-# was right saves (measured with two cores and a disk of 2.3 GB/s).
+# A read in vain costs the processor a checksum and memory traffic, about half of what a right read
+# saves (measured with two cores and a disk of 2.3 GB/s).
 _LEAST_CHANCE = CERTAIN * 3 // 8
 _FORGET = 5  # a chance is a mean over about 2 ** 5 experts
 _LOOK_AGAIN_STEPS = 32
