@@ -59,7 +59,11 @@ def run_live(model: Any, trace: RoutingTrace, eviction: str) -> list[Step]:
 
 @pytest.mark.parametrize("eviction", ["next-use", "lru"])
 @pytest.mark.parametrize("share", [0.3, 0.6])
-def test_live_and_simulated_slots_miss_the_same(packed: Path, share: float, eviction: str) -> None:
+def test_live_and_simulated_slots_miss_the_same(
+    packed: Path, share: float, eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without look-ahead, which the simulation does not have."""
+    monkeypatch.setattr("tandem.decode.cpu_slots.look_ahead_over_disk", lambda _: None)
     trace = typical_routing(GEOMETRY, num_sequences=1, num_tokens=2 * (PROMPT + STEPS))
     model = with_share(packed, share, eviction=eviction)
     steps = run_live(model, trace, eviction)
