@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from tandem.dialects.arguments import by_schema
 from tandem.dialects.coming_call import Call
 from tandem.dialects.format import ChatFormat, TemplateError
 from tests.dialects.test_families import form, read
@@ -14,6 +15,19 @@ TOOLS = THINKING + "{# a template that knows tools #}"
 QUESTION = [{"role": "user", "content": "why?"}]
 LOOK = [{"function": {"name": "look", "parameters": {"type": "object"}}}]
 CALLED = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("types", "text", "expected"),
+    [
+        (["string", "number"], "5", 5), (["string", "number"], "5.5", 5.5),
+        (["string", "integer"], "5.5", "5.5"), (["string", "integer"], "5", 5),
+        (["string"], "5", "5"), (["number"], "5", 5),
+    ],
+)  # fmt: skip
+def test_a_whole_number_is_a_number(types: list[str], text: str, expected: object) -> None:
+    found = by_schema(text, {"type": types})
+    assert (found, type(found)) == (expected, type(expected))
 
 
 def cut(text: str, size: int) -> list[str]:

@@ -129,6 +129,11 @@ class RunReport:
             f"memory holds {self._host_slots.share:.0%} of the experts",
             f"hits {disk.hit_rate:.0%} ({disk.hits} of {disk.hits + disk.misses})",
             *([f"for the device {disk.device_hits} of {for_device}"] if for_device else []),
+            *(
+                [f"ahead {disk.likely_reads}, {disk.likely_used} useful"]
+                if disk.likely_reads
+                else []
+            ),
             f"disk {format_bytes(disk.read_bytes)}, waited {disk.waited_seconds:.1f} s",
         ]
 

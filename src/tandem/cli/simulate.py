@@ -118,7 +118,10 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _require_of_disks(flags: argparse.Namespace) -> None:
-    """Raise `ConfigError` for flags that have no effect with --disk and without a GPU."""
+    """Raise `ConfigError` if a flag was given that has no effect without a GPU.
+
+    Called when --disk is given without --gpu-experts.
+    """
     names = (field.name for field in fields(SimulateOptions))
     others = [n for n in names if n not in _OF_DISKS and vars(flags).get(n) is not None]
     if others:

@@ -69,10 +69,11 @@ def written_grammar(text: str) -> str:
 
 
 def closed_objects(schema: Mapping[str, object]) -> dict[str, object]:
-    """Return a schema whose objects allow no other properties than the named ones.
+    """Return a schema whose objects allow no properties besides those they name.
 
-    This is OpenAI's meaning of a strict schema. Objects that specify further properties, or that
-    combine several schemas, stay unchanged.
+    Nested objects are included. This is OpenAI's meaning of a strict schema. An object is left open
+    if it has `additionalProperties` or `patternProperties`, refers to another schema, or combines
+    schemas.
     """
     found: dict[str, object] = {}
     for name, value in schema.items():

@@ -272,6 +272,8 @@ class Engine:
             host_slot_misses=disk.misses,
             host_slot_device_hits=disk.device_hits,
             host_slot_device_misses=disk.device_misses,
+            host_slot_likely_reads=disk.likely_reads,
+            host_slot_likely_used=disk.likely_used,
             expert_disk_bytes=disk.read_bytes,
             expert_disk_seconds=disk.waited_seconds,
             drafting_steps=drafts.num_drafting,

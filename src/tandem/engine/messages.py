@@ -147,6 +147,10 @@ class EngineStatistics:
     host_slot_misses: int = option(0, help="experts that were read from the disk when wanted")
     host_slot_device_hits: int = option(0, help="experts that memory held for a copy to the device")
     host_slot_device_misses: int = option(0, help="experts that were read for a copy to the device")
+    host_slot_likely_reads: int = option(
+        0, help="experts that were read because a router run ahead chose them"
+    )
+    host_slot_likely_used: int = option(0, help="of them, used by their layer")
     expert_disk_bytes: int = option(0, help="bytes of experts that were read from the disk")
     expert_disk_seconds: float = option(
         0.0, help="seconds for which steps waited for experts on the disk"

@@ -82,7 +82,10 @@ class LayerSink(Protocol):
         """Receive the total bytes of experts and tables of rows; must precede the first layer."""
 
     def resume(self, layer: HostLayer) -> None:
-        """Complete a layer from an earlier run's file, if any, before its tensors are read."""
+        """Complete the layer from the file that an earlier run wrote, if there is one.
+
+        Called before the layer's tensors are read from the checkpoint.
+        """
 
     def take(self, layer: HostLayer) -> None:
         """Take a complete layer; its memory may then be freed."""

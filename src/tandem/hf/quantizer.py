@@ -361,9 +361,10 @@ def _named(model: PreTrainedModel) -> str:
 
 
 def _require_no_experts(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` if a model's config counts experts.
+    """Raise `UnsupportedModelError` if the model's config gives a number of experts above 1.
 
-    Must be called only for a model without experts modules.
+    Must be called only for a model without experts modules. If its config gives such a number, it
+    keeps its experts where Tandem cannot replace them.
     """
     # Configs count experts under many names; all of them contain this word.
     values = vars(model.config.get_text_config()).items()

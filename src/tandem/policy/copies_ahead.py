@@ -94,7 +94,10 @@ class CopiesAhead:
         return tuple(found)
 
     def issue(self, ahead: Iterable[Copy], now: float) -> None:
-        """Queue prefetches of a step in one graph, as `in_graph` returned them, on the link."""
+        """Queue on the link the prefetches that `in_graph` returned.
+
+        They begin once the copying thread is awake (`copy_wake`).
+        """
         for copy in ahead:
             key = self._residency.geometry.key(copy.layer, copy.expert)
             self._link.issue(key, now + self._costs.copy_wake)

@@ -1,8 +1,10 @@
-"""Online linear regression for all experts of a layer at once: predicted = sum of active rows.
+"""Online linear regression for all experts of a layer at once: predictions are sums of active rows.
 
-Events make rows active: each expert in use has a row, each token may have a row. Once the true load
-is known, a part of the error is added to each active row (the delta rule). Rows are SIMD lanes (see
-`lanes`); offsets keep lanes above 0: values stay within +-16, errors within +-256.
+A row holds one number per expert: what one input (an expert in use, or a token) adds to each
+expert's prediction. The rows of this step's inputs are active. Once the true load or score is
+known, a part of the error is added to each active row (the delta rule). A row's numbers are SIMD
+lanes (see `lanes`), which must not go below 0, so an offset is added to each. The offsets allow
+values from -16 to 16 and errors from -256 to 256.
 """
 
 from collections.abc import Sequence

@@ -71,15 +71,17 @@ class ReplayedStep:
         is_like_trusted: bool = False,
         why_not: str | None = None,
     ) -> None:
-        """Take the model's own `step`; `record` runs it and returns its result and its recording.
+        """`step` is the model's own code; `record` runs it too.
 
-        A step may run twice. Both runs must write the same to a KV cache; the listeners of
-        `executor` hear only the first run; `announce` is called before the second run. `save` must
-        save all other state that a step changes, and return a function that restores the state.
-        Recorded results may deviate by `tolerance`, relative to their norm. `is_like_trusted` tells
-        whether the same step of another size is already replayed. `make_room` is called when memory
-        is too short for a recording; it returns whether it has freed any. With `warns` a failing
-        recording gives a `TandemWarning`; with `why_not` nothing is recorded.
+        `record` returns the result and a recording of the step. Until the recording is trusted, a
+        step runs twice, by the model's code and then by the recording, and the results are
+        compared. So both runs must write the same to a KV cache; the listeners of `executor` hear
+        only the first run; `announce` is called before the second run. `save` must save all other
+        state that a step changes, and return a function that restores the state. Recorded results
+        may deviate by `tolerance`, relative to their norm. `is_like_trusted` tells whether the same
+        step of another size is already replayed. `make_room` is called when memory is too short for
+        a recording; it returns whether it has freed any. With `warns` a failing recording gives a
+        `TandemWarning`; with `why_not` nothing is recorded.
         """
         assert tolerance is not None or why_not is not None
         self._step, self._record, self._tolerance = step, record, tolerance

@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 
 class RunningAnswer:
-    """Runs the generation requests of one body: times, counts, logs and perhaps cancels them."""
+    """Runs the generation requests of one body, and measures and logs them.
+
+    It ends them at a time limit, and cancels them if the client leaves.
+    """
 
     def __init__(
         self,

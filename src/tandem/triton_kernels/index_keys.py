@@ -156,12 +156,15 @@ def select_index_keys(
     scores: tensor, positions: tensor, chosen: tensor, num_scores: tensor, most: tensor,
     block: constexpr, block_scores: constexpr, marks: constexpr,
 ) -> None:  # fmt: skip
-    """Write the indices of each token's best keys to chosen (tokens, most), padded with -1.
+    """Write which keys are best for each token to `chosen`.
+
+    Each program handles one token and reads `block_scores` scores at a time. Without `marks`,
+    chosen is (tokens, most) and gets the best keys' indices, padded with -1; with `marks`, it is
+    (tokens, num_scores), must contain zeros, and gets a 1 for each of the best keys.
 
     Each block of `block` positions has one key and one score, in scores (tokens, num_scores). Only
     blocks that are complete at the token's position count; of equal scores the first win. If there
-    are at most `most` such blocks, scores are not read. A program is a token. With `marks`, chosen
-    is (tokens, num_scores), must contain zeros, and gets a 1 for each of the best keys.
+    are at most `most` such blocks, scores are not read.
     """
     token = tl.program_id(0).to(tl.int64)
     num_whole = ((tl.load(positions + token) + 1) // block).to(tl.int32)

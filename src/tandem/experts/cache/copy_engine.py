@@ -8,8 +8,9 @@
       -> `arrivals` reports the copy, and only then may the planner reuse the slot
 
 Only the executor's thread may call `submit`, `use` and `arrivals`. There are two engines.
-`VirtualCopyEngine` moves bytes by a virtual clock, at the last permitted moment, so that a batch
-that fails to wait computes with the wrong expert. `devices.cuda.copies` has the GPU's engine.
+`VirtualCopyEngine` moves bytes by a virtual clock, at the last permitted moment. So a batch that
+wrongly does not wait computes with the wrong expert, and tests notice it. `devices.cuda.copies` has
+the GPU's engine.
 """
 
 from collections.abc import Iterable, Sequence

@@ -66,6 +66,10 @@ class SlotStatistics:
     """Experts that were in memory when a device needed them, not counted in `hits`."""
     device_misses: int = 0
     """Experts that were read from the disk for a device, not counted in `misses`."""
+    likely_reads: int = 0
+    """Experts that were read because the next layer's router, run ahead, chose them."""
+    likely_used: int = 0
+    """Those of `likely_reads` that the layer then used."""
     read_bytes: int = 0
     waited_seconds: float = 0.0
 
@@ -174,7 +178,7 @@ class HostSlots:
         counts = self.native.counts()
         return SlotStatistics(
             counts.hits, counts.misses, counts.device_hits, counts.device_misses,
-            counts.read_bytes, counts.waited_seconds,
+            counts.likely, counts.likely_used, counts.read_bytes, counts.waited_seconds,
         )  # fmt: skip
 
 

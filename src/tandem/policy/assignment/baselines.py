@@ -108,8 +108,8 @@ class Dali:
 class RatioSplit:
     """Sorts experts by t_gpu / t_cpu; the GPU takes the prefix that balances both processors best.
 
-    This rounds the linear relaxation of equations 3 to 8 to integers. Experts over the fetch limit
-    stay on the CPU.
+    This rounds the linear relaxation of DALI's equations 3 to 8 to integers. Experts over the fetch
+    limit stay on the CPU.
     """
 
     pipelined = False
