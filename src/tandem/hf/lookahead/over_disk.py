@@ -9,11 +9,11 @@ prediction was right, and pauses where this does not pay (`csrc/disk/look_ahead.
 import torch
 
 from tandem.experts.cache.host_slots import AheadRouter
-from tandem.experts.execution.executor import unheard
 from tandem.experts.execution.look_ahead_routers import SCORINGS
 from tandem.foreign_types import PreTrainedModel
 from tandem.hf.lookahead.linear_routers import LinearRouter, linear_router
 from tandem.hf.lookahead.routers import find_routers
+from tandem.hf.lookahead.warm_up import NoExperts
 from tandem.hf.runtime import runtime_of
 from tandem.hf.token_tables import is_by_token
 from tandem.kernels.dense import pack_dense
@@ -27,13 +27,14 @@ _FORMAT = find_format("int8")
 def look_ahead_over_disk(model: PreTrainedModel) -> None:
     """Let a model's host slots run routers ahead, if it has host slots and products as routers.
 
-    Runs the model on one token to find the routers; does nothing when called again.
+    Runs the model without its experts on one token to find the routers; does nothing when called
+    again.
     """
     runtime = runtime_of(model)
     slots = None if runtime is None else runtime.host_slots
     if runtime is None or slots is None or slots.looks_ahead or runtime.executor.cache is not None:
         return
-    with unheard(runtime.executor):
+    with runtime.using(NoExperts(runtime.store)):  # which experts there are says nothing here
         routers = find_routers(model, runtime.bound, num_tokens=1)
     if isinstance(routers, str):
         slots.run_ahead([], 1)
