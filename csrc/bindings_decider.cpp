@@ -361,7 +361,7 @@ void bind_deciding(nb::module_& m) {
       .def(nb::init<>())
       .def("looks", &LookAheadTrial::looks)
       .def("end_step", &LookAheadTrial::end_step);
-  m.def("is_worth_a_look", &is_worth_a_look);
+  m.def("may_look_ahead", &may_look_ahead);
   m.def("prompt_reads", [](nb::handle on_device, const Scores& scores, std::size_t most) {
     const Buffer states(on_device);
     require(states.size() == static_cast<std::int64_t>(scores.size()), "a score for each expert");

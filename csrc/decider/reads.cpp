@@ -67,7 +67,7 @@ Ids likely_reads(const std::vector<LikelyExpert>& likely, const Chances& chances
   return found;
 }
 
-bool is_worth_a_look(const Chances& chances, std::int64_t step) {
+bool may_look_ahead(const Chances& chances, std::int64_t step) {
   return step % kLookAgainSteps == 0 ||
          std::any_of(chances.begin(), chances.end(),
                      [](std::int32_t chance) { return chance >= kLeastChance; });

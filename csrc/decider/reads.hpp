@@ -48,7 +48,7 @@ Ids likely_reads(const std::vector<LikelyExpert>& likely, const Chances& chances
 
 // Whether the next layer's router is run ahead in a step: some chance suffices for a read, or it is
 // time to see whether chances have changed.
-bool is_worth_a_look(const Chances& chances, std::int64_t step);
+bool may_look_ahead(const Chances& chances, std::int64_t step);
 
 // Tries now and then whether steps are faster with look-ahead, and keeps what is faster.
 class LookAheadTrial {

@@ -165,7 +165,7 @@ class HostSlots final : public ExpertSource {
   void read_into(Slot& slot, std::int32_t layer, std::int32_t expert, Cause cause);
   void use_transit_slots();
   void order_ahead();
-  bool is_worth_a_look(std::int32_t layer) const;
+  bool may_look_ahead(std::int32_t layer) const;
   void note_step(const ExpertUse& use);
   void judge_likely(std::int32_t layer);
   void withdraw(std::int32_t layer, std::int32_t expert);

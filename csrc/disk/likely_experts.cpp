@@ -15,7 +15,7 @@ void HostSlots::look_ahead(DenseEngine& engine, const RouterInputs& inputs) {
     look_ahead = nullptr;
   if (look_ahead != nullptr) look_ahead->learn(inputs);
   if (next >= layers_.size() || is_prompt(inputs.num_tokens) ||
-      !is_worth_a_look(static_cast<std::int32_t>(next)))
+      !may_look_ahead(static_cast<std::int32_t>(next)))
     return;
   Ids predicted;
   if (look_ahead != nullptr) predicted = look_ahead->predict(engine, inputs);
@@ -34,11 +34,11 @@ void HostSlots::note_step(const ExpertUse& use) {
 }
 
 // Not if memory has the whole layer.
-bool HostSlots::is_worth_a_look(std::int32_t layer) const {
+bool HostSlots::may_look_ahead(std::int32_t layer) const {
   const std::lock_guard lock(mutex_);
   const auto num_there = static_cast<std::int32_t>(resident_.members[layer].size());
   return num_there < layers_[layer].num_experts && (always_looks_ || trial_.looks()) &&
-         tandem::is_worth_a_look(chances_, step_);
+         tandem::may_look_ahead(chances_, step_);
 }
 
 void HostSlots::note_likely(std::int32_t layer, const Ids& experts, std::int64_t top_k) {

@@ -37,7 +37,7 @@ def test_likely_experts_are_read_alike(
     found = _native.likely_reads(likely, chances, num_shared)
     assert found == reads.likely_reads([LikelyExpert(*one) for one in likely], chances, num_shared)
     assert len(found) <= num_shared // 4
-    assert _native.is_worth_a_look(chances, step) == reads.is_worth_a_look(chances, step)
+    assert _native.may_look_ahead(chances, step) == reads.may_look_ahead(chances, step)
     for was_used in (False, True):
         chance = reads.updated_chance(chances[0], was_used=was_used)
         assert _native.updated_chance(chances[0], was_used) == chance

@@ -39,7 +39,7 @@ WITHOUT_MEMORY = {
     "TwinStream.set_guesses", "TwinStream.set_patience", "TwinStream.times",
     "available_isas", "block_bytes", "block_cols", "grid_lines",
     "detect_cpu_features", "expected_ahead", "is_prompt", "join_crc32c", "known_ahead",
-    "is_worth_a_look", "known_reads", "layer_entries", "likely_reads", "may_lend",
+    "may_look_ahead", "known_reads", "layer_entries", "likely_reads", "may_lend",
     "may_take_room", "most_valued", "over_lowest",
     "over_residents", "prompt_reads", "rank_last", "slot_bytes", "split_layer", "updated_chance",
 }  # fmt: skip

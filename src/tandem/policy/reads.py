@@ -97,7 +97,7 @@ def updated_chance(chance: int, *, was_used: bool) -> int:
     return chance + (((CERTAIN if was_used else 0) - chance) >> _FORGET)
 
 
-def is_worth_a_look(chances: Sequence[int], step: int) -> bool:
+def may_look_ahead(chances: Sequence[int], step: int) -> bool:
     """Tell whether a step runs the next layer's router ahead.
 
     It does if some chance suffices for a read, and otherwise once in a while, because chances
@@ -115,8 +115,7 @@ class LookAheadTrial:
     """Tries now and then whether steps are faster with look-ahead, and keeps what is faster.
 
     A trial has four blocks of steps: with look-ahead, without it twice, and with it. The slower of
-    the disk and the processor decides, and reads in vain cost both: with 94 % of the experts in
-    memory, look-ahead made steps 4 to 9 % faster, with 78 % up to 8 % slower.
+    the disk and the processor decides, and reads in vain cost both.
     """
 
     def __init__(self) -> None:
