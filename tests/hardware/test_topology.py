@@ -130,6 +130,30 @@ def test_no_limit(tmp_path: Path, limit: str) -> None:
     assert read_topology(usable, tmp_path).quota is None
 
 
+@pytest.mark.parametrize(
+    ("cores", "limit", "expected"),
+    [
+        (singles(0, 16), "max", 14),  # a virtual machine that shows no hyper-threads
+        (singles(0, 8), "max", 6),
+        (singles(0, 6), "max", 5),
+        (singles(0, 4), "max", 3),
+        (singles(0, 2), "max", 2),
+        (singles(0, 1), "max", 1),
+        (pairs(0, 8), "max", 8),  # the others get the second hyper-threads
+        (pairs(0, 8), "900000", 7),
+        (pairs(0, 8), "50000", 1),
+    ],
+)
+def test_threads_that_spin_beside_a_gpu_get_processors(
+    tmp_path: Path, cores: Sequence[Sequence[int]], limit: str, expected: int
+) -> None:
+    usable = write_cores(tmp_path, cores)
+    write(tmp_path / "sys/fs/cgroup/cpu.max", f"{limit} 100000")
+    found = read_topology(usable, tmp_path)
+    assert found.threads_beside(2) == expected
+    assert found.threads_beside(0) == found.num_threads
+
+
 def test_lists_of_processors() -> None:
     assert parse_processors("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert parse_processors("") == set()

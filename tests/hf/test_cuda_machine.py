@@ -174,6 +174,18 @@ def test_a_load_that_fails_leaves_nothing_pinned_and_no_limit(
         assert streams.memory().total_bytes == 1 << 30
 
 
+def test_a_model_answers_after_its_executor_could_not_be_replaced(
+    model: Any, profile: str, tmp_path: Path
+) -> None:
+    runtime, ids = require_runtime(model), torch.tensor([[3, 1, 4]])
+    before = model(ids).logits
+    good = OffloadConfig(device="emulated", cache_dir=str(tmp_path), profile=profile)
+    assemble(model, runtime, good)
+    with pytest.raises(CapacityError):
+        assemble(model, runtime, dataclasses.replace(good, gpu_memory="1KB"))
+    assert torch.equal(model(ids).logits, before)
+
+
 def test_the_workspace_is_measured_with_the_logits_of_one_token(
     model: Any, observed: ObservedModel
 ) -> None:

@@ -20,6 +20,9 @@ class DeviceKind:
     has_graphs = False
     """Whether a decode step may run as one graph; otherwise each of its layers is planned."""
 
+    spinning_threads = 0
+    """The threads beside those that compute experts which are busy while a step runs."""
+
     def require(self) -> None:
         """Raise `CapacityError` if the machine has no such device."""
 
@@ -48,6 +51,7 @@ class Cuda(DeviceKind):
     help = "a GPU"
     machine = "tandem.machines.cuda"
     holds_dense_parts = has_graphs = True
+    spinning_threads = 2  # one copies experts, one launches and reports steps
 
     def require(self) -> None:
         """Raise `CapacityError` if Tandem cannot use the GPU, or there is no GPU or driver."""

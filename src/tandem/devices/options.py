@@ -49,7 +49,10 @@ class OffloadOptions:
         metavar="FILE",
     )
     threads: int | None = option(
-        None, help="CPU threads that compute experts (default: one for each fast core)", metavar="N"
+        None,
+        help="CPU threads that compute experts (default: one for each fast core; with a GPU, up to "
+        "two fewer if all processors would compute)",
+        metavar="N",
     )
     device: str = option(
         "cpu",
@@ -143,6 +146,14 @@ class OffloadOptions:
         self.planner_settings()
         if self.expert_memory_bytes is not None:
             self.require_slots_follow()
+
+    @property
+    def num_threads(self) -> int:
+        """The number of CPU threads that compute experts: as given, or the default."""
+        from tandem.kernels.cpu import usable_topology
+
+        others = kind_of(self.device).spinning_threads
+        return self.threads or usable_topology().threads_beside(others)
 
     @property
     def expert_memory_bytes(self) -> int | None:

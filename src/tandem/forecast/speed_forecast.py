@@ -246,7 +246,7 @@ def _key(sizes: ModelSizes, offload: OffloadConfig) -> str:
     shape = cut_shape(sizes, sizes.num_layers)
     config = json.dumps(shape.values, sort_keys=True, default=str)
     parts = (
-        MEASUREMENT, cpu.model_name, cpu.instruction_sets, offload.threads or cpu.num_threads,
+        MEASUREMENT, cpu.model_name, cpu.instruction_sets, offload.num_threads,
         offload.isa, sizes.expert_formats, sizes.are_experts_mapped, sizes.dense_format,
         config,
     )  # fmt: skip

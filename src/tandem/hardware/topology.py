@@ -35,6 +35,16 @@ class Topology:
         fast = len(self.fast_cores)
         return fast if self.quota is None else max(1, min(fast, int(self.quota)))
 
+    def threads_beside(self, others: int) -> int:
+        """Return the default number of threads where `others` other threads of the program spin.
+
+        A thread that another one displaces delays all that compute with it. So the others get
+        processors of their own, but at most a quarter of all.
+        """
+        limit = len(self.usable) if self.quota is None else int(self.quota)
+        limit = max(1, min(len(self.usable), limit))
+        return min(self.num_threads, limit - min(others, limit // 4))
+
     def places(self, num_threads: int) -> tuple[int, ...]:
         """Return the processors on which `num_threads` threads may run.
 

@@ -54,6 +54,7 @@ def assemble(
     """
     runtime.end_executor()
     runtime.choose(options)
+    runtime.use(runtime.cpu_executor())  # steps run while the new executor's device is measured
     take_stored_layers(model, place_on(runtime.device, runtime.threads), runtime.threads)
     if runtime.device.type == "cpu":
         pack_by_path(model, options.dense_formats or {}, runtime.threads)
@@ -69,7 +70,9 @@ def assemble(
     elif options.device == "cpu":
         runtime.use(runtime.cpu_executor())
     else:
-        runtime.use(_hybrid(observe(model, runtime), runtime))
+        with runtime.using(runtime.executor):  # measuring binds the experts modules to others
+            executor = _hybrid(observe(model, runtime), runtime)
+        runtime.use(executor)
 
 
 def _bring_dense_parts(model: PreTrainedModel, runtime: Runtime, options: OffloadConfig) -> None:

@@ -75,12 +75,13 @@ class Runtime:
         """The threads that experts, packed linear layers and attention share."""
         if self._threads is None:
             options = self.options
-            self._threads = CpuThreads(num_threads=options.threads, isa=options.isa or "")
+            self._threads = CpuThreads(num_threads=options.num_threads, isa=options.isa or "")
         return self._threads
 
     def choose(self, options: OffloadConfig) -> None:
         """Replace the options; other threads or another ISA apply when `threads` is read next."""
-        if (options.threads, options.isa) != (self.options.threads, self.options.isa):
+        before = self.options
+        if (options.num_threads, options.isa) != (before.num_threads, before.isa):
             self._threads = None
         self.options = options
 

@@ -64,7 +64,7 @@ def profile_key(observed: ObservedModel) -> str:
     """Return 16 hex digits that stand for everything that measured times depend on."""
     cpu, options, layers = detect_cpu(), observed.options, observed.store
     shapes = [(layer.arrivals.shapes, layer.image_bytes, type(layer).__name__) for layer in layers]
-    threads, isa = options.threads or cpu.num_threads, options.isa or ""
+    threads, isa = options.num_threads, options.isa or ""
     parts = (MEASUREMENT, cpu.model_name, cpu.instruction_sets, threads, isa)
     dense = sorted(set(packed_formats(observed.model).values()))
     text = repr((*parts, observed.geometry, shapes, str(observed.call.dtype), *dense))
