@@ -28,7 +28,7 @@ from tandem.experts.cache.expert_cache import EngineMaker, ExpertCache, Machine
 from tandem.experts.cache.slots import Claim, MemoryPool, Slots, SlotUse
 from tandem.experts.execution.batch import ExpertBatch, ExpertFunctions
 from tandem.experts.execution.executor import CpuExecutor, Executor
-from tandem.experts.execution.expert_kernels import ExpertKernels, WeightSource
+from tandem.experts.execution.expert_kernels import ExpertKernels, StartedWork, WeightSource
 from tandem.experts.execution.hybrid_executor import HybridExecutor
 from tandem.experts.execution.routed_layers import native_layer
 from tandem.experts.execution.routing import SumRows
@@ -95,6 +95,10 @@ class SilentKernels(ExpertKernels):
     def wake(self) -> None:
         """Do nothing."""
 
+    def start(self, batch: ExpertBatch, source: WeightSource | None = None) -> StartedWork:
+        """Return work that is done."""
+        return StartedWork(lambda: None, batch, None, 0.0)
+
     def run(self, batch: ExpertBatch, source: WeightSource | None = None) -> None:
         """Do nothing."""
 
@@ -122,7 +126,7 @@ class SilentCopies(VirtualCopyEngine):
 
     def _write(self, claim: Claim) -> None:
         self._pending.pop(claim)
-        self.slots.land(*claim)
+        self.slots.land([claim])
 
 
 class Parts:
@@ -135,9 +139,9 @@ class Parts:
         """Time every further call of a method."""
         inner, seconds = getattr(owner, method), self._seconds.setdefault(name, [])
 
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
             begin = time.perf_counter()
-            found = inner(*args)
+            found = inner(*args, **options)
             seconds.append(time.perf_counter() - begin)
             return found
 

@@ -152,4 +152,4 @@ class CopyThread(CopyEngine):
         with self.slots.changed:
             self._queue.remove(job)
             self._arrived.append((copy.layer, copy.expert, self._clock.now))
-            self.slots.land(copy.slot, job.generation)
+            self.slots.land([(copy.slot, job.generation)])

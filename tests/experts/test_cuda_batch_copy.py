@@ -8,6 +8,7 @@ import torch
 
 from tandem.devices.cuda.batch_copy import (
     LEAST_BYTES,
+    AddressRanges,
     BatchCopy,
     CopyEntry,
     find_batch_copy,
@@ -82,3 +83,17 @@ def test_small_entries_and_single_copies_go_by_themselves() -> None:
     assert is_worth_a_batch([large, large])
     assert not is_worth_a_batch([large])
     assert not is_worth_a_batch([large, small])
+
+
+def test_ranges_hold_what_lies_in_one_of_them() -> None:
+    ranges = AddressRanges()
+    assert not ranges.holds(0, 1)
+    for begin in (300, 100, 200):
+        ranges.add(begin, 50)
+    assert ranges.holds(100, 50)
+    assert ranges.holds(349, 1)
+    for address, num_bytes in ((99, 2), (100, 51), (149, 2), (150, 1), (350, 1), (0, 400)):
+        assert not ranges.holds(address, num_bytes)
+    ranges.remove(200)
+    assert not ranges.holds(200, 1)
+    assert ranges.holds(300, 50)

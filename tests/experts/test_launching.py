@@ -35,9 +35,10 @@ def launched(
 def test_a_group_is_submitted_then_residents_run_then_the_group() -> None:
     batches, calls = launched(gpu=10, arriving=0, slots=[*range(16), 0, 1, 2, 3], ring=16)
     assert calls[0] == [*range(8)]
-    assert batches == [(0, 4), (10, 18), (4, 8), (18, 26), (8, 10), (26, 30)]
-    assert calls[1] == ((0, 4), ((100, 101, 102, 103), (0, 1, 2, 3)))
+    assert batches == [(0, 10), (10, 18), (18, 26), (26, 30)]
+    assert calls[1] == ((0, 10), (tuple(range(100, 110)), tuple(range(10))))
     assert calls[2] == ((10, 18), (tuple(range(8)), tuple(range(10, 18))))
+    assert calls[3] == [*range(8, 16)]
 
 
 @pytest.mark.parametrize("ring", [0, 2, 3, 5, 16])

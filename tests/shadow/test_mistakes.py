@@ -82,7 +82,11 @@ def unpinned_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_store_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CudaStreams, "pin", lambda self, memory: True)
+    def pin(self: CudaStreams, memory: Tensor) -> bool:
+        self._pinned.add(memory.data_ptr(), memory.nbytes)
+        return True
+
+    patch.setattr(CudaStreams, "pin", pin)
 
 
 def a_table_that_stays_on_the_host(patch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,10 @@ def test_a_batch_of_copies_that_the_driver_refuses_goes_one_by_one(
     monkeypatch.setattr(cuda_streams, "is_worth_a_batch", lambda batch: True)
     with shadow_gpu(kernels="none"):
         streams = CudaStreams()
-        sources = [streams.pinned(64).fill_(number) for number in (1, 2)]
+        host = torch.arange(256, dtype=torch.uint8).view(4, 64)[1:3]
+        assert streams.pin(host)
+        assert not host.is_pinned()  # it is; torch looks at the begin of the storage
+        sources = [*host]
         targets = [streams.empty(64) for _ in sources]
         copies = [HostCopy(*pair) for pair in zip(targets, sources, strict=True)]
         ready = streams.record(Stream.COMPUTE)
@@ -87,7 +90,8 @@ def test_a_batch_of_copies_that_the_driver_refuses_goes_one_by_one(
         streams.copy(Stream.AHEAD, copies)
         streams.synchronize()
         if code:
-            assert [int(target[0]) for target in targets] == [1, 2]
+            assert [int(target[0]) for target in targets] == [64, 128]
+        streams.unpin(host)
     assert calls == ([2] if code else [2, 2])
 
 

@@ -3,6 +3,7 @@
 Needs a driver of CUDA 12.8 or newer; with an older driver the caller queues copies one by one.
 """
 
+import bisect
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,6 +25,30 @@ class CopyEntry(NamedTuple):
     target: int
     source: int
     num_bytes: int
+
+
+class AddressRanges:
+    """Ranges of addresses that do not overlap."""
+
+    def __init__(self) -> None:
+        """Start without ranges."""
+        self._begins: list[int] = []
+        self._ends: dict[int, int] = {}  # by begin
+
+    def add(self, begin: int, num_bytes: int) -> None:
+        """Add a range; it must not begin where another one does."""
+        bisect.insort(self._begins, begin)
+        self._ends[begin] = begin + num_bytes
+
+    def remove(self, begin: int) -> None:
+        """Remove the range that begins at `begin`."""
+        del self._ends[begin]
+        self._begins.remove(begin)
+
+    def holds(self, address: int, num_bytes: int) -> bool:
+        """Tell whether one range contains all bytes from `address` on."""
+        at = bisect.bisect_right(self._begins, address)
+        return at > 0 and address + num_bytes <= self._ends[self._begins[at - 1]]
 
 
 class _Attributes(ctypes.Structure):

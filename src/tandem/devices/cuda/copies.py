@@ -37,8 +37,9 @@ from tandem.policy.plan import Copy, Geometry
 # layers.
 AHEAD_SECONDS = 5e-4
 _FEWEST_AHEAD = 2
-# Copies that a layer waits for share an event and a driver call, which both cost host time.
-_AT_ONCE = 4
+# Copies that a layer waits for share an event and a driver call, which both cost host time. Those
+# that come first are few, so that the link begins while the host prepares the others.
+_FIRST_AT_ONCE = 4
 
 
 class SlotEvents:
@@ -144,6 +145,7 @@ class CudaCopyEngine:
         self._stream_ahead = Stream.AHEAD if link.limit is None else Stream.FETCH
         self._most_ahead = link.most_ahead(max(layer.image_bytes for layer in store))
         self._num_ahead = 0  # prefetches that are under way
+        self._takes_back = store.slots is not None
         self._kept: deque[_Job] = deque()
         self._under_way: dict[Stream, deque[_UnderWay]] = {
             Stream.FETCH: deque(),
@@ -156,8 +158,7 @@ class CudaCopyEngine:
         if not is_needed:
             self._kept += [self._job(copy, is_ahead=True) for copy in copies]
             return
-        for first in range(0, len(copies), _AT_ONCE):
-            some = copies[first : first + _AT_ONCE]
+        for some in (copies[:_FIRST_AT_ONCE], copies[_FIRST_AT_ONCE:]):
             self._queue([self._job(copy, is_ahead=False) for copy in some], Stream.FETCH)
 
     def _job(self, copy: Copy, *, is_ahead: bool) -> _Job:
@@ -310,11 +311,11 @@ class CudaCopyEngine:
             events.written[job.copy.slot] = done
             self._under_way[stream].append(_UnderWay(job, done))
             self._num_ahead += job.is_ahead
-            slots.land(job.copy.slot, job.generation)
+        slots.land((job.copy.slot, job.generation) for job in jobs)
 
     def _taken_back(self, key: int) -> HeldExpert | None:
         """Return host memory for copying back the evicted expert `key`; None: it is not copied."""
-        if key == NOTHING:
+        if key == NOTHING or not self._takes_back:
             return None
         layer, expert = self._geometry.expert_id(key)
         return self._store[layer].take_back(expert)

@@ -14,7 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.devices.cuda.batch_copy import CopyEntry, find_batch_copy, is_worth_a_batch
+from tandem.devices.cuda.batch_copy import (
+    AddressRanges,
+    CopyEntry,
+    find_batch_copy,
+    is_worth_a_batch,
+)
 from tandem.experts.cache.sizing import DeviceMemory, OutOfDeviceMemoryError
 from tandem.kernels.torch_private import spin_gpu
 
@@ -67,7 +72,7 @@ class CudaStreams:
     def __init__(self, index: int = 0) -> None:
         """Create the streams of GPU `index`; `require_cuda` must have been called before."""
         self.device = torch.device("cuda", index)
-        self._batch_copy = find_batch_copy()
+        self._batch_copy, self._pinned = find_batch_copy(), AddressRanges()
         self._fraction_before: float | None = None
         self.name = torch.cuda.get_device_name(self.device)
         self._streams = {
@@ -87,26 +92,41 @@ class CudaStreams:
     def copy(self, stream: Stream, copies: Sequence[HostCopy]) -> None:
         """Queue copies from or to the host on a stream; they may run in any order. Never waits.
 
-        One driver call queues all copies if that pays and every source is pinned host memory.
+        One driver call queues all copies if that pays and `pin` has pinned all host memory.
         """
-        if self._batch_copy is not None and stream is not Stream.COMPUTE:
-            batch = [
+        if stream is not Stream.COMPUTE:
+            entries = [
                 CopyEntry(target.data_ptr(), source.data_ptr(), source.nbytes)
                 for target, source in copies
             ]
-            if is_worth_a_batch(batch) and all(copy.source.is_pinned() for copy in copies):
-                with torch.cuda.device(self.device):  # the driver needs its context current
-                    code = self._batch_copy(batch, self._cuda_stream(stream).cuda_stream)
-                if code == 0:
-                    return
-                # Refused before anything was queued; from now on copies go one by one.
-                self._batch_copy = None
+            if is_worth_a_batch(entries) and self._copy_in_one_call(stream, entries):
+                return
 
         def one_by_one() -> None:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
 
         self.run(stream, one_by_one)
+
+    def _copy_in_one_call(self, stream: Stream, entries: Sequence[CopyEntry]) -> bool:
+        """Queue copies by one driver call; False if that is not possible, and nothing is queued."""
+        if self._batch_copy is None or not all(map(self._is_of_pinned_memory, entries)):
+            return False
+        with torch.cuda.device(self.device):  # the driver needs its context current
+            code = self._batch_copy(entries, self._cuda_stream(stream).cuda_stream)
+        if code != 0:  # from now on copies go one by one
+            self._batch_copy = None
+        return code == 0
+
+    def _is_of_pinned_memory(self, entry: CopyEntry) -> bool:
+        """Tell whether a copy reads or writes memory that `pin` has pinned.
+
+        torch's `is_pinned` looks at the begin of a tensor's storage, which may lie before the
+        pinned part.
+        """
+        return any(
+            self._pinned.holds(address, entry.num_bytes) for address in (entry.source, entry.target)
+        )
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
         """Return an event after all work queued on a stream so far; `between` needs `is_timed`."""
@@ -190,6 +210,7 @@ class CudaStreams:
         """Pin existing host memory; False if the system refuses."""
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code) == 0:
+            self._pinned.add(memory.data_ptr(), memory.nbytes)
             return True
         # The driver keeps the error until it is read. Otherwise torch would raise it later.
         with contextlib.suppress(RuntimeError):
@@ -198,6 +219,7 @@ class CudaStreams:
 
     def unpin(self, memory: Tensor) -> None:
         """Undo `pin`."""
+        self._pinned.remove(memory.data_ptr())
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def _cuda_stream(self, stream: Stream) -> torch.cuda.Stream:

@@ -114,7 +114,7 @@ class VirtualCopyEngine(CopyEngine):
         assert self.slots.can_write(slot, generation), f"slot {slot} is in use"
         layer, expert = self._pending.pop(claim)
         copy_image(self._store, layer, expert, self.slots.memory(slot))
-        self.slots.land(slot, generation)
+        self.slots.land([(slot, generation)])
 
 
 def copy_image(store: HostStore, layer: int, expert: int, memory: Tensor) -> None:

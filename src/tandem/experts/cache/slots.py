@@ -11,7 +11,7 @@ A copy engine does the copies. All methods of this module may be called from any
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -169,11 +169,12 @@ class Slots:
         before = generation - 1
         return self._landed[slot] == before and (slot, before) not in self._uses
 
-    def land(self, slot: int, generation: int) -> None:
-        """Record that all bytes of a generation have arrived."""
+    def land(self, contents: Iterable[tuple[int, int]]) -> None:
+        """Record that all bytes of some generations, as (slot, generation), have arrived."""
         with self.changed:
-            assert self._landed[slot] == generation - 1, f"slot {slot} skips a generation"
-            self._landed[slot] = generation
+            for slot, generation in contents:
+                assert self._landed[slot] == generation - 1, f"slot {slot} skips a generation"
+                self._landed[slot] = generation
             self.changed.notify_all()
 
     def adopt(self, slot: int, key: int) -> None:
