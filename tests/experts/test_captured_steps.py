@@ -92,6 +92,20 @@ def test_decode_steps_are_captured_and_prompts_planned(
     assert statistics.copies > 0
 
 
+def test_a_planner_that_is_told_a_step_late_knows_every_slot(
+    executor: HybridExecutor, store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is reported between steps, as while a GPU runs the next one."""
+    monkeypatch.setattr(TwinSteps, "report", lambda self, listeners: None)
+    draw, num_late = random.Random(1), 0
+    for seed in range(60):
+        step(executor, store, draw.choice((1, 1, 1, 2, 5, 8, 12)), seed, waits=True)
+        num_late += executor.captured is not None and executor.captured._decided is not None
+        if seed % 20 == 19:
+            check_slots(executor, store)
+    assert num_late > 30
+
+
 @pytest.mark.parametrize("executor", IN_GRAPH[1:], indirect=True)
 def test_the_device_computes_what_is_fetched_meanwhile(
     executor: HybridExecutor, store: HostStore

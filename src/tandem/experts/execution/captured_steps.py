@@ -3,8 +3,8 @@
     begin(ids)     planned copies have ended; entries of evicted experts are cleared
       -> layers    publish, hits, wait, combine: in a recorded or captured step, without Python;
                    after the wait a second launch, if some misses are fetched meanwhile
-      -> finish    the planner gets the decisions that native code made in the step
-      -> report    the listeners get them: a step late, while the device runs the next step
+      -> finish    waits for the step's end, and takes the decisions that native code made in it
+      -> report    planner and listeners get them: a step late, while the device runs the next step
 
 A subclass defines what the layers run on: a GPU's graph, or on the emulated device the caller's
 thread (docs/decisions/0016). Captured steps and planned steps (prompts) share one expert cache:
@@ -36,6 +36,13 @@ PATIENCE_SECONDS = 10.0
 
 _SlotCopy = tuple[int, int, int, int]  # (layer, expert, slot, evicted expert or -1)
 _Record = tuple[int, list[int], list[int], list[float], int, float, float, float, float, list[int]]
+
+
+# What was decided in a layer: the arguments of `CapturedSteps._apply`.
+_Decided = tuple[
+    int, float, Sequence[tuple[int, int, float]], Sequence[_SlotCopy], Sequence[_SlotCopy], int,
+    Sequence[_SlotCopy],
+]  # fmt: skip
 
 
 class _Copies(NamedTuple):
@@ -71,7 +78,10 @@ class CapturedSteps:
         self._ring: list[int] = []  # slots into which the policy fetches
         self._changed: dict[int, int] = {}  # slot -> key of changes since the last planned step
         self._num_tokens = 0  # tokens of the step under way
-        self._unreported: tuple[Sequence[_Record], dict[int, _Copies]] | None = None
+        # What was decided in the last step; None: the planner knows it.
+        self._decided: Sequence[_Decided] | None = None
+        self._records: Sequence[_Record] = ()  # of the last step, for listeners
+        self._copies: dict[int, _Copies] = {}  # of the last step, once the planner knows it
 
     @property
     def is_under_way(self) -> bool:
@@ -99,6 +109,8 @@ class CapturedSteps:
         Prefetches for the `known` loads start at once, because the device is not reading any slot
         yet.
         """
+        if not self._may_tell_later(num_tokens):
+            self._tell_planner()
         self._enter()
         self._lend_slots(num_tokens)
         self._cache.tell_host()
@@ -117,23 +129,23 @@ class CapturedSteps:
         reporting takes Python time, during which the next step can run.
         """
         assert self._num_tokens
+        self._tell_planner()
         self.coordinator.finish_step(PATIENCE_SECONDS)
         num_tokens, self._num_tokens = self._num_tokens, 0
-        copies = self._apply_step()
+        self._decided = self.coordinator.take_decided()
         self._eviction.noted_natively(num_tokens)
         if error := self.coordinator.copy_error():
             raise RuntimeError(f"the link has stopped: {error}")
-        self._unreported = (self.coordinator.records(), copies) if has_listeners else None
+        self._records = self.coordinator.records() if has_listeners else ()
 
     def report(self, listeners: Sequence[Listener]) -> None:
-        """Report the layers of the step that `finish` stored; each step is reported only once."""
-        if self._unreported is None:
-            return
-        (records, copies), self._unreported = self._unreported, None
-        before = copies.get(-1, _Copies()).ahead
+        """Tell planner and listeners about the step that has finished; each step only once."""
+        self._tell_planner()
+        records, self._records = self._records, ()
+        before = self._copies.get(-1, _Copies()).ahead
         for record in records:
             ahead, before = before, ()
-            event = self._event(record, copies.get(record[0], _Copies()), ahead)
+            event = self._event(record, self._copies.get(record[0], _Copies()), ahead)
             for listener in listeners:
                 listener(event)
 
@@ -150,13 +162,16 @@ class CapturedSteps:
                 "the answering thread did not return from a decode step; start the program again"
             )
         self._num_tokens = 0
-        self._apply_step()
+        self._tell_planner()
+        self._decided, self._records = self.coordinator.take_decided(), ()
+        self._tell_planner()
 
     def leave(self) -> None:
         """Hand the cache over to planned steps: finish copies, record the slots' new contents."""
         self.abort()
         if not self._is_entered:
             return
+        self._tell_planner()
         self.wait_for_device()
         self._is_entered = False
         self.coordinator.clear_entries()
@@ -230,16 +245,27 @@ class CapturedSteps:
             self.coordinator.clear(left)
             self._load_policy()
 
-    def _apply_step(self) -> dict[int, _Copies]:
-        """Tell the planner the step's decisions; return the step's copies by layer.
+    def _may_tell_later(self, num_tokens: int) -> bool:
+        """Tell whether a step of `num_tokens` can begin before the planner knows the last one.
 
-        Copies that began before the first layer have the key -1. Prefetched experts that did not
+        Then the planner is told while the device runs the step. Not so if slots may be lent, or if
+        host slots follow what the device holds.
+        """
+        lent, on_disk = self._cache.planner.residency.lent, self._cache.store.slots is not None
+        return self._is_entered and not (lent or on_disk or self.fetches(num_tokens))
+
+    def _tell_planner(self) -> None:
+        """Tell the planner what was decided in the last step, unless it knows.
+
+        Copies that began before the first layer have the layer -1. Prefetched experts that did not
         enter the cache are dropped with the step.
         """
-        copies = {at[0]: self._apply(*at) for at in self.coordinator.take_decided()}
+        decided, self._decided = self._decided, None
+        if decided is None:
+            return
+        self._copies = {at[0]: self._apply(*at) for at in decided}
         planner = self._cache.planner
         planner.residency.release_passed(planner.geometry.num_layers, ())
-        return copies
 
     def _apply(
         self,
