@@ -28,7 +28,7 @@ class HostTwin:
             self.host.view(-1).numpy()[:] = values
         self._target.copy_(self.host, non_blocking=True)
         if self._is_cuda:
-            self._copied = torch.cuda.Event()
+            self._copied = self._copied or torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(self._target.device))
 
 
