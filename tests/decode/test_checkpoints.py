@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kv_cache.checkpoints import KeptCheckpoints, cut_lengths
+from tandem.kv_cache.checkpoints import KeptCheckpoints, cut_lengths, most_checkpoints
 from tandem.kv_cache.cpu_states import pieces_of
 
 
@@ -42,6 +42,14 @@ def test_cuts_are_inside_their_part_and_apart(first: int, count: int, newest: in
     cuts = cut_lengths(first, first + count, newest)
     assert all(first < cut < first + count for cut in cuts)
     assert all(b - a >= 64 for a, b in zip([newest, *cuts], cuts, strict=False))
+
+
+def test_checkpoints_of_prompts_that_share_forwards_are_known_before() -> None:
+    """A forward of 2,048 tokens ends inside the second and the fourth of prompts of 1,272."""
+    assert [most_checkpoints(1272, 2048, count) for count in range(1, 5)] == [4, 10, 14, 20]
+    assert most_checkpoints(1024, 2048, 2) == 2 * most_checkpoints(1024, 2048)
+    long = [cut_lengths(0, 2048, 0), cut_lengths(2048, 2552, 2040)]
+    assert most_checkpoints(2552, 2048) == sum(map(len, long))
 
 
 def test_what_is_dropped_is_what_costs_least_to_compute_again() -> None:

@@ -84,6 +84,16 @@ def test_a_prompt_in_parts_is_the_same_prompt(
     close(logits, expected)
 
 
+def test_no_more_is_expanded_than_slots_are_made_for(threads: CpuThreads) -> None:
+    pool = CpuSlotPool(build_tiny_model("deepseek_v3"), threads, 1, capacity=1530)
+    prompt = [32 + i * 7 % 96 for i in range(1530)]
+    for part in (prompt[:1400], prompt[1400:1510], prompt[1510:]):
+        pool.prefill({0: part})
+        for kept, expanded in pool.cache._expanded._expanded[0].items():
+            assert len(part) <= expanded.length <= 16 * expanded.layer.keys.shape[2]
+            assert expanded.layer.keys.shape[2] <= kept.keys.shape[2]
+
+
 def test_slots_go_back_and_begin_with_what_others_hold(threads: CpuThreads) -> None:
     model: Any = build_tiny_model("deepseek_v3")
     pool, fresh = (CpuSlotPool(model, threads, 2) for _ in range(2))

@@ -263,7 +263,9 @@ def test_a_plan_has_the_model_that_drafts_and_the_tower_of_images(
     out, drafted = plan(capsys, str(checkpoint), *words, "--draft", str(checkpoint))
     small = sizes_of(checkpoint, dense_dtype="none", threads=1)
     assert drafted["draft_bytes"] == small.total_bytes + 3 * small.kv.bytes_of(64)
-    assert drafted["host_bytes"] - alone["host_bytes"] == drafted["draft_bytes"]
+    more = {name: drafted[name] - alone[name] for name in ("host_bytes", "workspace_bytes")}
+    assert more["workspace_bytes"] == alone["workspace_bytes"]  # the same model reads the prompt
+    assert more["host_bytes"] == drafted["draft_bytes"] + more["workspace_bytes"]
     assert "draft model and its KV cache" in out
     vision = AutoConfig.for_model("qwen3_5_moe").vision_config
     assert tower_bytes(vision, 1024) == 1024 * 4 * 2 * (16 * 1152 + 3 * 4304)

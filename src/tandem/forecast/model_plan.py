@@ -85,7 +85,8 @@ class Plan:
     def checkpoint_bytes(self) -> int:
         """Host bytes of the states' checkpoints with a full context, even with states on a GPU."""
         free = self.available_bytes - (self.load_bytes - self.process_bytes)
-        return checkpoint_bytes(self.state_bytes, self.context_tokens, free)
+        each, tokens = self.sizes.state_bytes, self.context_tokens
+        return checkpoint_bytes(each, tokens, self.sequences, free)
 
     @property
     def expanded_bytes(self) -> int:
@@ -102,13 +103,16 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """The most bytes of a prompt's activations, including the vision tower's for its images.
+        """The most bytes of a prompt's activations: the model's, its vision tower's and a draft's.
 
-        malloc still holds half of the tower's memory when the layers begin.
+        malloc still holds half of the tower's memory when the layers begin, and the model's when
+        the draft model reads the prompt.
         """
-        prompts = workspace_bytes(self.sizes, self.sequences * self.context_tokens)
+        num_tokens = self.sequences * self.context_tokens
+        prompts = workspace_bytes(self.sizes, num_tokens)
         tower = tower_bytes(self.sizes.vision, self.image_tokens)
-        return max(tower, prompts + tower // 2)
+        draft = 0 if self.draft is None else workspace_bytes(self.draft, num_tokens)
+        return max(tower, prompts + tower // 2) + draft
 
     @property
     def draft_bytes(self) -> int:

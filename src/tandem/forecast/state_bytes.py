@@ -69,12 +69,15 @@ def _mixer_bytes(part: nn.Module) -> int:
     return width * (_BYTES_OF_RECURRENCE if has_recurrence else _BYTES_OF_CONVOLUTION)
 
 
-def checkpoint_bytes(state_bytes: int, num_tokens: int, available_bytes: int) -> int:
-    """Return the most bytes that the checkpoints of states take in a conversation of `num_tokens`.
+def checkpoint_bytes(
+    state_bytes: int, num_tokens: int, num_sequences: int, available_bytes: int
+) -> int:
+    """Return the most bytes that checkpoints take in conversations of `num_tokens` tokens each.
 
-    `available_bytes` is the memory that is free once the model is loaded.
+    `state_bytes` are those of one sequence. `available_bytes` is the memory that is free once the
+    model is loaded.
     """
-    needed = state_bytes * most_checkpoints(num_tokens, MAX_STEP_TOKENS)
+    needed = state_bytes * most_checkpoints(num_tokens, MAX_STEP_TOKENS, num_sequences)
     return min(needed, most_checkpoint_bytes(available_bytes))
 
 

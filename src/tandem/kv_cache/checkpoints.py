@@ -51,15 +51,21 @@ def cut_lengths(first: int, end: int, newest: int, every: int = 0) -> list[int]:
     return sorted({*lengths, *kept})
 
 
-def most_checkpoints(num_tokens: int, part_tokens: int) -> int:
-    """Return how many checkpoints a prompt leaves if memory holds them all.
+def most_checkpoints(num_tokens: int, part_tokens: int, num_prompts: int = 1) -> int:
+    """Return how many checkpoints some prompts leave if memory holds them all.
 
-    The prompt has `num_tokens` tokens, in prefill chunks of `part_tokens`.
+    Each prompt has `num_tokens` tokens. One after another they fill prefill chunks of `part_tokens`
+    tokens, so a chunk may end inside a prompt.
     """
-    count = newest = 0
-    for first in range(0, num_tokens, part_tokens):
-        lengths = cut_lengths(first, min(first + part_tokens, num_tokens), newest)
-        count, newest = count + len(lengths), lengths[-1] if lengths else newest
+    count = 0
+    for prompt in range(num_prompts):
+        first = newest = 0
+        while first < num_tokens:
+            room = part_tokens - (prompt * num_tokens + first) % part_tokens
+            end = min(first + room, num_tokens)
+            lengths = cut_lengths(first, end, newest)
+            count, newest = count + len(lengths), lengths[-1] if lengths else newest
+            first = end
     return count
 
 

@@ -151,7 +151,9 @@ class ExpandedKeys:
             filled = 0  # their positions begin elsewhere
         if length <= capacity:
             return layer, filled
-        capacity = max(length, min(capacity * 3 // 2, length + _AT_ONCE))
+        # The slots are made for so many tokens; they grow before this memory must.
+        most = kept.keys.shape[2] * BLOCK_TOKENS
+        capacity = max(length, min(capacity * 3 // 2, length + _AT_ONCE, most))
         if by.form.window or not self._has_room(layer.bytes_of(capacity), slot):
             layers.pop(kept, None)
             return self._shared_room(length, by), 0
