@@ -14,6 +14,7 @@ from tandem.checkpoint.config_values import value_of
 from tandem.core.units import format_bytes
 from tandem.devices import kind_of
 from tandem.experts.cache.sizing import DeviceMemory, count_slots, parse_gpu_memory
+from tandem.experts.measuring.profiler import EXPERTS_AT_ONCE, TOKEN_COUNTS
 from tandem.forecast.cpu_forecast import ProfileForecast
 from tandem.forecast.disk_forecast import DiskForecast, SlotsOverDisk
 from tandem.forecast.gpu_forecast import GpuForecast
@@ -109,7 +110,8 @@ class Plan:
         the draft model reads the prompt.
         """
         num_tokens = self.sequences * self.context_tokens
-        prompts = workspace_bytes(self.sizes, num_tokens)
+        is_measured = self.device != "cpu"
+        prompts = workspace_bytes(self.sizes, num_tokens, is_measured=is_measured)
         tower = tower_bytes(self.sizes.vision, self.image_tokens)
         draft = 0 if self.draft is None else workspace_bytes(self.draft, num_tokens)
         return max(tower, prompts + tower // 2) + draft
@@ -160,9 +162,11 @@ class Plan:
         return self.needed_bytes <= self.available_bytes
 
 
-def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
+def workspace_bytes(sizes: ModelSizes, num_tokens: int, *, is_measured: bool = False) -> int:
     """Return the host memory that a prompt's activations take at most.
 
+    If the experts have been measured for a device (`is_measured`), the kernels hold the memory of
+    the largest batch that was measured.
     The coefficients were fitted to seven shapes; `python -m benchmarks.plan` compares plans with
     runs.
     """
@@ -170,9 +174,13 @@ def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
     hidden, inner = int(config.hidden_size), _number(config, "intermediate_size")
     of_experts = _number(config, "moe_intermediate_size") or inner
     of_heads = max(map(_heads_width, value_of(config, "per_layer_config") or [config]))
+    num_tokens = min(MAX_STEP_TOKENS, num_tokens)
+    num_routed = num_tokens * sizes.top_k
+    if is_measured and sizes.top_k:
+        num_routed = max(num_routed, EXPERTS_AT_ONCE * TOKEN_COUNTS[-1])
     # The routed tokens' fp32 results, and the codes of their inputs and of the values between the
     # projections.
-    routed = sizes.top_k * (5.25 * hidden + 1.2 * of_experts)
+    routed = num_routed * (5.25 * hidden + 1.2 * of_experts)
     # Six times the hidden states; queries and attention's results, or a mixer's values; dense
     # layers.
     mixed = max(12 * of_heads, sizes.mixer_token_bytes)
@@ -181,8 +189,7 @@ def workspace_bytes(sizes: ModelSizes, num_tokens: int) -> int:
         mixed *= 2
     has_dense_layers = sizes.num_moe_layers < sizes.num_layers
     dense = (8 if has_dense_layers else 4) * inner if of_experts != inner else 0
-    each = routed + 24 * hidden + mixed + dense
-    return int(min(MAX_STEP_TOKENS, num_tokens) * each)
+    return int(routed + num_tokens * (24 * hidden + mixed + dense))
 
 
 def tower_bytes(vision: PreTrainedConfig | None, image_tokens: int) -> int:

@@ -1,0 +1,33 @@
+"""Tests of the memory that a prompt's activations take, as plans count it."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tandem.bench.model_shapes import MODEL_SHAPES
+from tandem.forecast.model_plan import workspace_bytes
+from tandem.forecast.sizes import ModelSizes, config_sizes
+from tandem.hf.config import OffloadConfig
+
+
+@pytest.fixture(scope="module")
+def sizes() -> ModelSizes:
+    shape = MODEL_SHAPES["qwen3-30b-a3b"]
+    config = AutoConfig.for_model(shape.model_type, **shape.values)
+    config.dtype = torch.bfloat16
+    return config_sizes(config, OffloadConfig(expert_dtype="int4"))
+
+
+def test_the_kernels_hold_the_memory_of_the_largest_batch_that_was_measured(
+    sizes: ModelSizes,
+) -> None:
+    """Eight experts with 1,024 tokens each: more than a prompt of 512 routes, less than 2,048."""
+    few, many = (workspace_bytes(sizes, count) for count in (512, 2048))
+    more = workspace_bytes(sizes, 512, is_measured=True) - few
+    assert more == pytest.approx((8 * 1024 - 512 * 8) * (5.25 * 2048 + 1.2 * 768), abs=1)
+    assert workspace_bytes(sizes, 2048, is_measured=True) == many
+
+
+def test_no_step_has_more_than_its_tokens(sizes: ModelSizes) -> None:
+    assert workspace_bytes(sizes, 100_000) == workspace_bytes(sizes, 2048)
+    assert workspace_bytes(sizes, 2048) == pytest.approx(2 * workspace_bytes(sizes, 1024), abs=1)
