@@ -61,24 +61,30 @@ class NotedRouting(ForcedRouting):
         """Begin with the trace's first token.
 
         With `accuracy` each expert of a decode step's token is predicted with this chance, and
-        another one instead of it otherwise. The model's routers would predict their own choice.
+        another one instead of it otherwise; without, nothing is predicted. The model's routers
+        would predict their own choice.
         """
         super().__init__(inner, trace)
         self.at = 0
-        slots = inner.store.slots
-        self._accuracy, self._slots = (None if slots is None else accuracy), slots
+        self._accuracy, self._slots = accuracy, inner.store.slots
         self._random = np.random.default_rng(0)
 
     def begin_step(self, token_ids: Sequence[int], *, is_prefill: bool) -> None:
         """Advance by the step's tokens."""
-        if self._accuracy is not None and len(token_ids) == 1:
-            assert self._slots is not None
-            chosen = self._trace.experts[self.at % self._trace.num_tokens].astype(np.int64)
-            others = self._random.integers(self._trace.meta.n_experts, size=chosen.shape)
-            is_right = self._random.random(chosen.shape) < self._accuracy
-            self._slots.script(np.where(is_right, chosen, others).tolist())
+        if self._slots is not None and len(token_ids) == 1:
+            self._slots.script(self._predicted())
         self.at += len(token_ids)
         super().begin_step(token_ids, is_prefill=is_prefill)
+
+    def _predicted(self) -> list[list[int]]:
+        """Return the experts that looking ahead predicts for the next token, by layer."""
+        chosen = self._trace.experts[self.at % self._trace.num_tokens].astype(np.int64)
+        if self._accuracy is None:
+            return [[] for _ in chosen]
+        others = self._random.integers(self._trace.meta.n_experts, size=chosen.shape)
+        is_right = self._random.random(chosen.shape) < self._accuracy
+        found: list[list[int]] = np.where(is_right, chosen, others).tolist()
+        return found
 
 
 class RunningModel:
