@@ -147,6 +147,10 @@ class Parts:
 
         setattr(owner, method, timed)
 
+    def count(self, name: str) -> int:
+        """Return how often a part was called."""
+        return len(self._seconds[name])
+
     def microseconds(self) -> dict[str, float]:
         """Return the medians."""
         return {name: median(seconds) * 1e6 for name, seconds in self._seconds.items()}

@@ -142,7 +142,8 @@ def main() -> int:
     parts.time(cache.engine, "submit", "a call for copies")
     _prompts(executor, options.tokens, options.prompts)
     found = {"a layer": median(whole) * 1e6, **parts.microseconds()}
-    found |= {"copies a layer": statistics.copies / statistics.calls}
+    launches = parts.count("a launch") / parts.count("plan")
+    found |= {"launches a layer": launches, "copies a layer": statistics.copies / statistics.calls}
     print(", ".join(f"{name} {value:.1f}" for name, value in found.items()))
     print(json.dumps(found))
     return 0
