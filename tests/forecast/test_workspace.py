@@ -5,8 +5,8 @@ import torch
 from transformers import AutoConfig
 
 from tandem.bench.model_shapes import MODEL_SHAPES
-from tandem.forecast.model_plan import workspace_bytes
 from tandem.forecast.sizes import ModelSizes, config_sizes
+from tandem.forecast.workspace import tower_bytes, workspace_bytes
 from tandem.hf.config import OffloadConfig
 
 
@@ -31,3 +31,9 @@ def test_the_kernels_hold_the_memory_of_the_largest_batch_that_was_measured(
 def test_no_step_has_more_than_its_tokens(sizes: ModelSizes) -> None:
     assert workspace_bytes(sizes, 100_000) == workspace_bytes(sizes, 2048)
     assert workspace_bytes(sizes, 2048) == pytest.approx(2 * workspace_bytes(sizes, 1024), abs=1)
+
+
+def test_a_vision_tower_takes_memory_for_its_images() -> None:
+    vision = AutoConfig.for_model("qwen3_5_moe").vision_config
+    assert tower_bytes(vision, 1024) == 1024 * 4 * 2 * (16 * 1152 + 3 * 4304)
+    assert tower_bytes(None, 1024) == tower_bytes(vision, 0) == 0

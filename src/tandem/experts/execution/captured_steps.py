@@ -248,8 +248,8 @@ class CapturedSteps:
     def _may_tell_later(self, num_tokens: int) -> bool:
         """Tell whether a step of `num_tokens` can begin before the planner knows the last one.
 
-        Then the planner is told while the device runs the step. Not so if slots may be lent, or if
-        host slots follow what the device holds.
+        Then it learns of the last step while the device runs this one. Not so if slots may be lent,
+        or if host slots follow what the device holds.
         """
         lent, on_disk = self._cache.planner.residency.lent, self._cache.store.slots is not None
         return self._is_entered and not (lent or on_disk or self.fetches(num_tokens))
