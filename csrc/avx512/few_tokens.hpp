@@ -86,9 +86,8 @@ TANDEM_INLINE void multiply_strip(const Strips& strips, const std::int8_t* q,
     constexpr int kLines = kStripBytes<F> / 64, kLine = J * kLines / kFoursOfStrip;
     __m512i w[kPair];
     each<kPair>([&](auto b) TANDEM_INLINED {
-      each<(J + 1) * kLines / kFoursOfStrip - kLine>([&](auto line) TANDEM_INLINED {
-        prefetch(strips.of(b) + 64 * (kLine + line), ahead);
-      });
+      each<(J + 1) * kLines / kFoursOfStrip - kLine>(
+          [&](auto line) TANDEM_INLINED { prefetch(strips.of(b) + 64 * (kLine + line), ahead); });
       w[b] = codes_of<Bytes64, F, J>(strips.of(b));
     });
     each<T>([&](auto t) TANDEM_INLINED {
