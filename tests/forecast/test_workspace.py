@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from tandem.bench.model_shapes import MODEL_SHAPES
 from tandem.forecast.sizes import ModelSizes, config_sizes
-from tandem.forecast.workspace import tower_bytes, workspace_bytes
+from tandem.forecast.workspace import embedded_bytes, tower_bytes, workspace_bytes
 from tandem.hf.config import OffloadConfig
 
 
@@ -37,3 +37,8 @@ def test_a_vision_tower_takes_memory_for_its_images() -> None:
     vision = AutoConfig.for_model("qwen3_5_moe").vision_config
     assert tower_bytes(vision, 1024) == 1024 * 4 * 2 * (16 * 1152 + 3 * 4304)
     assert tower_bytes(None, 1024) == tower_bytes(vision, 0) == 0
+
+
+def test_prompts_with_images_are_embedded_as_a_whole(sizes: ModelSizes) -> None:
+    assert embedded_bytes(sizes.config, 2048) == 0
+    assert embedded_bytes(sizes.config, 4 * 2304) == (4 * 2304 - 2048) * 8 * 2048

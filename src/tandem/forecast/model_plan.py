@@ -17,7 +17,7 @@ from tandem.forecast.gpu_forecast import GpuForecast
 from tandem.forecast.sizes import ModelSizes
 from tandem.forecast.speed_forecast import SpeedForecast
 from tandem.forecast.state_bytes import checkpoint_bytes
-from tandem.forecast.workspace import tower_bytes, workspace_bytes
+from tandem.forecast.workspace import embedded_bytes, tower_bytes, workspace_bytes
 from tandem.hf.whole_model import prompt_bytes, require_room
 from tandem.kv_cache.latents import most_expanded_bytes
 
@@ -107,6 +107,8 @@ class Plan:
         num_tokens = self.sequences * self.context_tokens
         is_measured = self.device != "cpu"
         prompts = workspace_bytes(self.sizes, num_tokens, is_measured=is_measured)
+        if self.image_tokens:
+            prompts += embedded_bytes(self.sizes.config, num_tokens)
         tower = tower_bytes(self.sizes.vision, self.image_tokens)
         draft = 0 if self.draft is None else workspace_bytes(self.draft, num_tokens)
         return max(tower, prompts + tower // 2) + draft

@@ -59,14 +59,16 @@ def _mixer_bytes(part: nn.Module) -> int:
     children = dict(part.named_children())
     if not any(isinstance(child, nn.Conv1d) for child in children.values()):
         return 0
-    width = sum(
+    widths = [
         child.out_features
         for name, child in children.items()
         if isinstance(child, nn.Linear) and not name.startswith(_PROJECTIONS_BACK)
-    )
+    ]
     # Its own parameters are decay rates.
     has_recurrence = any(True for _ in part.named_parameters(recurse=False))
-    return width * (_BYTES_OF_RECURRENCE if has_recurrence else _BYTES_OF_CONVOLUTION)
+    each = _BYTES_OF_RECURRENCE if has_recurrence else _BYTES_OF_CONVOLUTION
+    # A projection of all that a layer needs is taken apart into copies, several are not.
+    return (sum(widths) + max(widths, default=0)) * each // 2
 
 
 def checkpoint_bytes(

@@ -51,6 +51,15 @@ def tower_bytes(vision: PreTrainedConfig | None, image_tokens: int) -> int:
     return image_tokens * side**2 * 2 * (16 * hidden + 3 * inner)
 
 
+def embedded_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
+    """Return the most bytes of embeddings in prompts with images, which are embedded as a whole.
+
+    These are the embeddings, a copy with the images' in it, and where these belong, of `num_tokens`
+    tokens; one step's are among `workspace_bytes`.
+    """
+    return max(0, num_tokens - MAX_STEP_TOKENS) * 8 * int(config.hidden_size)
+
+
 def _number(config: PreTrainedConfig, name: str) -> int:
     return int(value_of(config, name) or 0)
 
