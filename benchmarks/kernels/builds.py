@@ -1,16 +1,20 @@
 """Two builds of the native part in turns: is one compiler's build slower than another's?
 
-    python -m benchmarks.kernels.builds A.so B.so [--isa avx512] [--rounds 5]
+    python -m benchmarks.kernels.builds A.so B.so [--isa avx512] [--rounds 5] [--from-memory]
 
 Each build runs in a process of its own with one thread; the rounds alternate. A figure is the least
 processor time of one call over all rounds, on data that stays in the processor's cache, so that
 other programs hardly matter. B's speed over A's is printed.
+
+With `--from-memory` each build has two threads, each call takes the next eight experts of
+Qwen3-30B-A3B, and a figure is the median time of a round's calls, the least of all rounds.
 """
 
 import argparse
 import importlib.util
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
@@ -31,11 +35,14 @@ def main() -> None:
     parser.add_argument("builds", nargs=2, type=Path)
     parser.add_argument("--isa", default="")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--from-memory", action="store_true")
+    parser.add_argument("--experts", type=int, default=256, help="2.5 to 5 MB each")
     flags = parser.parse_args()
     best: list[dict[str, float]] = [{}, {}]
     for _ in range(flags.rounds):
         for build, least in zip(flags.builds, best, strict=True):
-            for name, seconds in _measured(build, flags.isa).items():
+            experts = flags.experts if flags.from_memory else 0
+            for name, seconds in _measured(build, flags.isa, experts).items():
                 least[name] = min(seconds, least.get(name, math.inf))
     ratios = {name: best[0][name] / best[1][name] for name in best[0]}
     for name, ratio in ratios.items():
@@ -45,22 +52,53 @@ def main() -> None:
     print(json.dumps({"isa": flags.isa, "ratios": ratios, "geometric_mean": mean}))
 
 
-def _measured(build: Path, isa: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.kernels.builds", "--child", str(build), isa]
+def _measured(build: Path, isa: str, experts: int) -> dict[str, float]:
+    arguments = ["--child", str(build), isa, str(experts)]
+    command = [sys.executable, "-m", "benchmarks.kernels.builds", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     seconds: dict[str, float] = json.loads(done.stdout)
     return seconds
 
 
-def _child(build: str, isa: str) -> None:
-    """Install the build as Tandem's native part, and print seconds by call."""
+def _child(build: str, isa: str, experts: str) -> None:
+    """Install the build as Tandem's native part, and print seconds by call.
+
+    `experts` is how many are read from memory; 0: what stays in the cache is measured.
+    """
     spec = importlib.util.spec_from_file_location("tandem.kernels._native", build)
     assert spec is not None
     assert spec.loader is not None
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if int(experts):
+        print(json.dumps(dict(_from_memory(isa, int(experts)))))
+        return
     calls = [*_experts(isa), *_attention(isa), *_quantising()]
     print(json.dumps({name: _least_seconds(call) for name, call in calls}))
+
+
+def _from_memory(isa: str, num_experts: int) -> Iterator[tuple[str, float]]:
+    """Yield the median seconds of calls whose experts were not used for long."""
+    from benchmarks.kernels.isas import HIDDEN, INNER, expert_call
+
+    from tandem.bench.random_weights import random_experts
+    from tandem.kernels.dense import CpuThreads
+    from tandem.kernels.formats.expert import ExpertLayout
+    from tandem.kernels.formats.weight_format import find_format
+
+    threads = CpuThreads(num_threads=2, isa=isa)
+    for name in ("int8", "int4-g128", "int4-g32", "mxfp4", "q4_k"):
+        layout = ExpertLayout(find_format(name), HIDDEN, INNER, is_gated=True, has_bias=False)
+        store = random_experts(layout, num_experts)
+        for tokens in (1, 2, 4, 8):
+            call = expert_call(layout, store, tokens)
+            seconds: list[float] = []
+            end = time.perf_counter() + 4 * SECONDS
+            while time.perf_counter() < end or not seconds:
+                start = time.perf_counter()
+                call(threads, len(seconds))
+                seconds.append(time.perf_counter() - start)
+            yield f"experts {name}, {tokens}", statistics.median(seconds)
 
 
 def _least_seconds(call: Callable[[], object]) -> float:

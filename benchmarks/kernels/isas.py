@@ -48,7 +48,7 @@ def main() -> None:
     ratios = {}
     for tokens in flags.tokens:
         calls: dict[str, Call] = {
-            "experts": _expert_call(layout, store, tokens),
+            "experts": expert_call(layout, store, tokens),
             "dense": partial(_multiply, dense, torch.randn(tokens, HIDDEN)),
         }
         for kind, call in calls.items():
@@ -72,7 +72,8 @@ def _multiply(weights: Sequence[DenseWeight], x: torch.Tensor, threads: CpuThrea
     multiply(threads, [weights[n % len(weights)]], x)
 
 
-def _expert_call(layout: ExpertLayout, store: torch.Tensor, tokens: int) -> Call:
+def expert_call(layout: ExpertLayout, store: torch.Tensor, tokens: int) -> Call:
+    """Return calls of the next eight experts of a store, for so many tokens."""
     hidden = torch.randn(tokens, HIDDEN)
     begin = torch.arange(0, tokens * ACTIVE + 1, tokens, dtype=torch.int32)
     token = torch.arange(tokens, dtype=torch.int32).repeat(ACTIVE)

@@ -1,5 +1,6 @@
 // For few tokens: the weights stream through the registers once and are multiplied at once. Integers take two row
-// blocks at a time, so that a broadcast activation is read once for both, and memory gives two streams sooner.
+// blocks at a time, so that a broadcast activation is read once for both, and memory gives two streams sooner; but
+// one token with minima, which two scales and two minima of each block would slow down.
 // Bound by memory up to about four tokens, by arithmetic for more.
 #pragma once
 
@@ -37,8 +38,6 @@ constexpr int kIntegerChains = Sums < 5 ? 2 : 1;
 template <Format F>
 constexpr int kFoursOfLine = kBits<F> & 8 ? 1 : kBits<F> & 4 ? 2 : kBits<F> & 2 ? 4 : 8;
 
-constexpr int kPair = 2;  // blocks that are multiplied at once
-
 // Addresses of row blocks, which are `step` bytes apart, and the distance of the prefetch. From `turn` on lines
 // that near are the other block's, which is read at the same time: then it is the next pair's that are fetched.
 struct Strips {
@@ -68,31 +67,31 @@ struct FewRows {
   }
 };
 
-template <int T>
-using FewSums = __m512i[kIntegerChains<T * kPair>][kPair][T];
+template <int T, int B>
+using FewSums = __m512i[kIntegerChains<T * B>][B][T];
 
 // Multiplies group `Part` of a strip of each block, or the whole strip.
-template <Format F, int Part, int T>
+template <Format F, int Part, int T, int B>
 TANDEM_INLINE void multiply_strip(const Strips& strips, const std::int8_t* q,
-                                  const FewRows<T>& rows, FewSums<T>& sums) {
+                                  const FewRows<T>& rows, FewSums<T, B>& sums) {
   constexpr int kCount = kFoursOfStrip / kGroupsOfStrip<F>;
   const std::int64_t ahead = strips.distance();
   each<kCount>([&](auto i) TANDEM_INLINED {
     constexpr int J = Part * kCount + decltype(i)::value;
-    constexpr int kChain = J % kIntegerChains<T * kPair>;
+    constexpr int kChain = J % kIntegerChains<T * B>;
     // Prefetches are issued one by one, because they delay each other if they come together. The
     // barrier keeps the compiler from gathering them, and keeps the uses of a line together.
     if constexpr (J % kFoursOfLine<F> == 0) asm volatile("" ::: "memory");
     constexpr int kLines = kStripBytes<F> / 64, kLine = J * kLines / kFoursOfStrip;
-    __m512i w[kPair];
-    each<kPair>([&](auto b) TANDEM_INLINED {
+    __m512i w[B];
+    each<B>([&](auto b) TANDEM_INLINED {
       each<(J + 1) * kLines / kFoursOfStrip - kLine>(
           [&](auto line) TANDEM_INLINED { prefetch(strips.of(b) + 64 * (kLine + line), ahead); });
       w[b] = codes_of<Bytes64, F, J>(strips.of(b));
     });
     each<T>([&](auto t) TANDEM_INLINED {
       const __m512i four = broadcast4(q + rows.number(t) * rows.x.stride + 4 * J);
-      each<kPair>([&](auto b) TANDEM_INLINED {
+      each<B>([&](auto b) TANDEM_INLINED {
         sums[kChain][b][t] = multiply_add_int8(sums[kChain][b][t], w[b], four);
       });
     });
@@ -107,26 +106,26 @@ struct FewBlocks {
 };
 
 // Adds the products of one group; `g` is its index in a row, `Part` its index in the strip.
-template <Format F, int Part, int T>
+template <Format F, int Part, int T, int B>
 TANDEM_INLINE void few_of_group(const PackedMatrix& m, FewBlocks blocks, std::int64_t g,
-                                Strips strips, const FewRows<T>& rows, __m512 (&total)[kPair][T]) {
-  constexpr int kLast = kIntegerChains<T * kPair> - 1;
+                                Strips strips, const FewRows<T>& rows, __m512 (&total)[B][T]) {
+  constexpr int kLast = kIntegerChains<T * B> - 1;
   const Activations& x = rows.x;
   const std::int64_t groups = m.cols / m.group;
   const auto at = [&](auto t) TANDEM_INLINED { return rows.number(t) * x.group_stride + g; };
-  FewSums<T> sums;
+  FewSums<T, B> sums;
   each<T>([&](auto t) TANDEM_INLINED {
-    each<kPair>([&](auto b) TANDEM_INLINED {
+    each<B>([&](auto b) TANDEM_INLINED {
       sums[kLast][b][t] = _mm512_setzero_si512();
       sums[0][b][t] = _mm512_set1_epi32(kHasMinima<F> ? kSumStart : x.sums[at(t)]);
     });
   });
   const std::int8_t* q = x.quantized + g / kGroupsOfStrip<F> * kGroupsOfStrip<F> * m.group;
   for (std::int64_t k = 0; k < m.group; k += kStripCols, strips.first += code_bytes(F, kStripCols))
-    multiply_strip<F, Part, T>(strips, q + k, rows, sums);
-  each<kPair>([&](auto b) TANDEM_INLINED {
+    multiply_strip<F, Part, T, B>(strips, q + k, rows, sums);
+  each<B>([&](auto b) TANDEM_INLINED {
     const std::int64_t block = blocks.of(b), index = block * groups + g;
-    prefetch_scales<F>(m, block, index, kPair * groups);
+    prefetch_scales<F>(m, block, index, B * groups);
     const SumScale<F> w_scale(load_scales<F>(m, block, index));
     [[maybe_unused]] __m512 minima;
     if constexpr (kHasMinima<F>) minima = load_minima<F>(m, block, index);
@@ -141,8 +140,8 @@ TANDEM_INLINE void few_of_group(const PackedMatrix& m, FewBlocks blocks, std::in
   });
 }
 
-// Multiplies two row blocks by `num_tokens` tokens, T or one less; results go to `out`.
-template <Format F, int T>
+// Multiplies B row blocks by `num_tokens` tokens, T or one less; results go to `out`.
+template <Format F, int T, int B>
 void few_integer(const PackedMatrix& m, FewBlocks blocks, const Activations& x,
                  std::int64_t num_tokens, std::int64_t ahead, const Output* out) {
   constexpr int kParts = kGroupsOfStrip<F>;
@@ -150,17 +149,17 @@ void few_integer(const PackedMatrix& m, FewBlocks blocks, const Activations& x,
   const FewRows<T> rows{x, num_tokens - 1};
   Strips strips = Strips::of_blocks(m.data + blocks.first * block_bytes, block_bytes,
                                     blocks.second * block_bytes, ahead);
-  __m512 total[kPair][T];
+  __m512 total[B][T];
   each<T>([&](auto t) TANDEM_INLINED {
-    each<kPair>([&](auto b) TANDEM_INLINED { total[b][t] = _mm512_setzero_ps(); });
+    each<B>([&](auto b) TANDEM_INLINED { total[b][t] = _mm512_setzero_ps(); });
   });
   for (std::int64_t g = 0; g < groups; g += kParts, strips.first += code_bytes(F, kParts * m.group))
     each<kParts>([&](auto part) TANDEM_INLINED {
-      few_of_group<F, decltype(part)::value, T>(m, blocks, g + part, strips, rows, total);
+      few_of_group<F, decltype(part)::value, T, B>(m, blocks, g + part, strips, rows, total);
     });
   each<T>([&](auto t) TANDEM_INLINED {
     if (t < num_tokens)
-      each<kPair>([&](auto b) TANDEM_INLINED {
+      each<B>([&](auto b) TANDEM_INLINED {
         if (b == 0 || blocks.second > 0) out[b].store(t, total[b][t]);
       });
   });
@@ -271,12 +270,15 @@ void few_at_once(const PackedMatrix& m, FewBlocks blocks, const Activations& x,
       few_tokens<F, T>(m, blocks.first, x, ahead, out[0]);
       if (blocks.second > 0) few_tokens<F, T>(m, blocks.first + 1, x, ahead, out[1]);
     });
+  } else if (kHasMinima<F> && num_tokens == 1) {
+    few_integer<F, 1, 1>(m, {blocks.first, 0}, x, 1, ahead, out);
+    if (blocks.second > 0) few_integer<F, 1, 1>(m, {blocks.first + 1, 0}, x, 1, ahead, out + 1);
   } else {
     each<6>([&](auto i) TANDEM_INLINED {
       constexpr int kMost[] = {0, 1, 2, 3, 4, 6, kFewTokens}, I = decltype(i)::value;
       constexpr int T = kMost[I + 1];
       if (num_tokens > kMost[I] && num_tokens <= T)
-        few_integer<F, T>(m, blocks, x, num_tokens, ahead, out);
+        few_integer<F, T, 2>(m, blocks, x, num_tokens, ahead, out);
     });
   }
 }

@@ -15,9 +15,9 @@ from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kv_cache.checkpoints import most_checkpoints
 from tandem.kv_cache.states import most_checkpoint_bytes
 
-# Bytes of activations per projected value of a mixing layer, with a recurrence (measured:
-# Qwen3-Next 9.8, Qwen3.6 9.9, Nemotron 3 12.1), and with only a convolution (LFM2).
-_BYTES_OF_RECURRENCE, _BYTES_OF_CONVOLUTION = 11, 6
+# Bytes of activations per value that a mixing layer convolves, with a recurrence (measured:
+# Qwen3-Next 12, Qwen3.6 10 to 13, Nemotron 3 12.1), and with only a convolution (LFM2).
+_BYTES_OF_RECURRENCE, _BYTES_OF_CONVOLUTION = 12, 6
 _PROJECTIONS_BACK = ("out", "o_proj")  # projections back to the hidden states
 _STATE_BYTES = 4  # slots keep states in fp32
 
@@ -57,18 +57,19 @@ def mixer_token_bytes(model: nn.Module) -> int:
 def _mixer_bytes(part: nn.Module) -> int:
     """Return a token's activation bytes in a module with a convolution over tokens, otherwise 0."""
     children = dict(part.named_children())
-    if not any(isinstance(child, nn.Conv1d) for child in children.values()):
+    convolved = [child.in_channels for child in children.values() if isinstance(child, nn.Conv1d)]
+    if not convolved:
         return 0
-    widths = [
+    projected = [
         child.out_features
         for name, child in children.items()
         if isinstance(child, nn.Linear) and not name.startswith(_PROJECTIONS_BACK)
     ]
     # Its own parameters are decay rates.
     has_recurrence = any(True for _ in part.named_parameters(recurse=False))
-    each = _BYTES_OF_RECURRENCE if has_recurrence else _BYTES_OF_CONVOLUTION
-    # A projection of all that a layer needs is taken apart into copies, several are not.
-    return (sum(widths) + max(widths, default=0)) * each // 2
+    # What the convolutions take, or the values of one projection that contain it.
+    width = max(sum(convolved), *projected)
+    return width * (_BYTES_OF_RECURRENCE if has_recurrence else _BYTES_OF_CONVOLUTION)
 
 
 def checkpoint_bytes(
