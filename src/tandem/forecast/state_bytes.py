@@ -68,7 +68,7 @@ def _mixer_bytes(part: nn.Module) -> int:
     # Its own parameters are decay rates.
     has_recurrence = any(True for _ in part.named_parameters(recurse=False))
     # What the convolutions take, or the values of one projection that contain it.
-    width = max(sum(convolved), *projected)
+    width = max([sum(convolved), *projected])
     return width * (_BYTES_OF_RECURRENCE if has_recurrence else _BYTES_OF_CONVOLUTION)
 
 
