@@ -15,8 +15,8 @@ from tandem.hf.steps import MAX_STEP_TOKENS
 from tandem.kv_cache.checkpoints import most_checkpoints
 from tandem.kv_cache.states import most_checkpoint_bytes
 
-# Bytes of activations per value that a mixing layer convolves, with a recurrence (measured:
-# Qwen3-Next 10 to 12, Qwen3.6 9 to 13, Nemotron 3 12), and with only a convolution (LFM2).
+# Bytes of activations per value that a mixing layer convolves, with a recurrence (Qwen3-Next,
+# Qwen3.6, Nemotron 3), and with only a convolution (LFM2); fitted by `python -m benchmarks.plan`.
 _BYTES_OF_RECURRENCE, _BYTES_OF_CONVOLUTION = 11, 6
 _PROJECTIONS_BACK = ("out", "o_proj")  # projections back to the hidden states
 _STATE_BYTES = 4  # slots keep states in fp32
