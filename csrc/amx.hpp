@@ -26,5 +26,12 @@ constexpr std::int64_t kTileTokens = 16;  // rows of a tile
 
 inline void see_memory() { __asm__ volatile("" ::: "memory"); }
 
+// Rows of each part, if tokens are in as few parts of at most `most` as possible and all parts have the same
+// number of rows: to change it between parts takes a microsecond, as long as a part's products.
+constexpr std::int64_t even_rows(std::int64_t num_tokens, std::int64_t most) {
+  const std::int64_t parts = (num_tokens + most - 1) / most;
+  return (num_tokens + parts - 1) / parts;
+}
+
 }  // namespace
 }  // namespace tandem

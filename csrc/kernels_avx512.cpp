@@ -37,7 +37,7 @@ void matmul_format(const PackedMatrix& m, std::int64_t begin, std::int64_t end,
                    const Activations& x, std::int64_t num_tokens, std::int64_t num_rows, float* out,
                    std::int64_t stride) {
   end = std::min(end, (num_rows + kBlockRows - 1) / kBlockRows);
-  const bool is_done = num_tokens > kFewTokens && with_group<F>(m.group, [&]<int Group>() {
+  const bool is_done = num_tokens > kMostFewByFew<F> && with_group<F>(m.group, [&]<int Group>() {
                          many_tokens<F, Group>(m, begin, end, x, num_tokens, num_rows, out, stride);
                        });
   if (is_done) return;

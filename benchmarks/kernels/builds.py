@@ -7,7 +7,8 @@ processor time of one call over all rounds, on data that stays in the processor'
 other programs hardly matter. B's speed over A's is printed.
 
 With `--from-memory` each build has two threads, each call takes the next eight experts of
-Qwen3-30B-A3B, and a figure is the median time of a round's calls, the least of all rounds.
+Qwen3-30B-A3B with as many tokens each as `--tokens` says, and a figure is the median time of a
+round's calls, the least of all rounds.
 """
 
 import argparse
@@ -18,11 +19,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 EXPERT_FORMATS = ("bf16", "int8", "int4", "int4z", "mxfp4", "fp8", "q4_k", "q6_k")
+FORMATS_FROM_MEMORY = "int8,int4-g128,int4-g32,mxfp4,q4_k"
 TOKENS = (1, 4, 64)
 SECONDS = 0.15
 
@@ -37,12 +39,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--from-memory", action="store_true")
     parser.add_argument("--experts", type=int, default=256, help="2.5 to 5 MB each")
+    parser.add_argument("--format", default=FORMATS_FROM_MEMORY, help="from memory; with commas")
+    parser.add_argument("--tokens", default="1,2,4,8", help="an expert, from memory; with commas")
     flags = parser.parse_args()
+    from_memory = [str(flags.experts), flags.format, flags.tokens] if flags.from_memory else []
     best: list[dict[str, float]] = [{}, {}]
     for _ in range(flags.rounds):
         for build, least in zip(flags.builds, best, strict=True):
-            experts = flags.experts if flags.from_memory else 0
-            for name, seconds in _measured(build, flags.isa, experts).items():
+            for name, seconds in _measured(build, flags.isa, from_memory).items():
                 least[name] = min(seconds, least.get(name, math.inf))
     ratios = {name: best[0][name] / best[1][name] for name in best[0]}
     for name, ratio in ratios.items():
@@ -52,32 +56,35 @@ def main() -> None:
     print(json.dumps({"isa": flags.isa, "ratios": ratios, "geometric_mean": mean}))
 
 
-def _measured(build: Path, isa: str, experts: int) -> dict[str, float]:
-    arguments = ["--child", str(build), isa, str(experts)]
+def _measured(build: Path, isa: str, from_memory: Sequence[str]) -> dict[str, float]:
+    arguments = ["--child", str(build), isa, *from_memory]
     command = [sys.executable, "-m", "benchmarks.kernels.builds", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     seconds: dict[str, float] = json.loads(done.stdout)
     return seconds
 
 
-def _child(build: str, isa: str, experts: str) -> None:
+def _child(build: str, isa: str, *from_memory: str) -> None:
     """Install the build as Tandem's native part, and print seconds by call.
 
-    `experts` is how many are read from memory; 0: what stays in the cache is measured.
+    `from_memory` are a number of experts, their formats and the tokens of each; none: what stays in
+    the cache is measured.
     """
     spec = importlib.util.spec_from_file_location("tandem.kernels._native", build)
     assert spec is not None
     assert spec.loader is not None
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if int(experts):
-        print(json.dumps(dict(_from_memory(isa, int(experts)))))
+    if from_memory:
+        print(json.dumps(dict(_from_memory(isa, *from_memory))))
         return
     calls = [*_experts(isa), *_attention(isa), *_quantising()]
     print(json.dumps({name: _least_seconds(call) for name, call in calls}))
 
 
-def _from_memory(isa: str, num_experts: int) -> Iterator[tuple[str, float]]:
+def _from_memory(
+    isa: str, num_experts: str, formats: str, tokens_each: str
+) -> Iterator[tuple[str, float]]:
     """Yield the median seconds of calls whose experts were not used for long."""
     from benchmarks.kernels.isas import HIDDEN, INNER, expert_call
 
@@ -87,10 +94,10 @@ def _from_memory(isa: str, num_experts: int) -> Iterator[tuple[str, float]]:
     from tandem.kernels.formats.weight_format import find_format
 
     threads = CpuThreads(num_threads=2, isa=isa)
-    for name in ("int8", "int4-g128", "int4-g32", "mxfp4", "q4_k"):
+    for name in formats.split(","):
         layout = ExpertLayout(find_format(name), HIDDEN, INNER, is_gated=True, has_bias=False)
-        store = random_experts(layout, num_experts)
-        for tokens in (1, 2, 4, 8):
+        store = random_experts(layout, int(num_experts))
+        for tokens in map(int, tokens_each.split(",")):
             call = expert_call(layout, store, tokens)
             seconds: list[float] = []
             end = time.perf_counter() + 4 * SECONDS

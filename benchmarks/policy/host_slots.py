@@ -107,7 +107,7 @@ def points_of(
     slots, counts = [whole_pages(costs.expert_bytes)] * layers, [costs.num_experts] * layers
     found = []
     for gigabytes in sizes:
-        share = share_of(int(gigabytes * 1e9), slots, counts)
+        share = share_of(int(gigabytes * 1e9), slots, counts, has_device=False)
         conditions = DiskConditions(
             costs=costs, bytes_per_second=rate, share=share, limit=num_tokens
         )

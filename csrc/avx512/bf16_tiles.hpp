@@ -137,22 +137,34 @@ struct PairPanel {
   }
 };
 
-// Two blocks times all tokens; `sums` receives those of a token side by side. Up to 32 tokens take all
+// Tokens in parts of the same number of rows, at most 32, so that the last part begins in the one before.
+struct EvenParts {
+  std::int64_t num_tokens, rows, count;
+
+  static EvenParts of(std::int64_t num_tokens) {
+    const std::int64_t rows = std::max<std::int64_t>(1, even_rows(num_tokens, kPairTokens));
+    return {num_tokens, rows, (num_tokens + rows - 1) / rows};
+  }
+
+  std::int64_t first(std::int64_t part) const { return std::min(part * rows, num_tokens - rows); }
+};
+
+// Two blocks times all tokens; `sums` receives those of a part's row side by side. Up to 32 tokens take all
 // columns at once; of more the first ones bring the panel into the cache.
 inline void multiply_pair(FourTiles& tiles, const PackedMatrix& m, std::int64_t first,
-                          std::int64_t second, const Activations& x, std::int64_t num_tokens,
+                          std::int64_t second, const Activations& x, const EvenParts& parts,
                           float* sums) {
-  const std::int64_t most = num_tokens > kPairTokens ? kPairColumns : m.cols;
+  const std::int64_t most = parts.count > 1 ? kPairColumns : m.cols;
   for (std::int64_t k = 0; k < m.cols; k += most) {
     const std::int64_t columns = std::min(most, m.cols - k);
-    for (std::int64_t t = 0; t < num_tokens; t += kPairTokens) {
-      const PairPanel panel{x.bf16 + t * x.stride + k,
+    for (std::int64_t p = 0; p < parts.count; ++p) {
+      const PairPanel panel{x.bf16 + parts.first(p) * x.stride + k,
                             x.stride,
-                            std::min(kPairTokens, num_tokens - t),
+                            parts.rows,
                             codes_at(m, first, k),
                             codes_at(m, second, k),
-                            sums + t * kSumStride};
-      if (t == 0)
+                            sums + p * parts.rows * kSumStride};
+      if (p == 0)
         panel.multiply<true>(tiles, columns, k == 0, kAheadBytes);
       else
         panel.multiply<false>(tiles, columns, k == 0, 0);
@@ -160,14 +172,16 @@ inline void multiply_pair(FourTiles& tiles, const PackedMatrix& m, std::int64_t 
   }
 }
 
-// What was added up, those of a token side by side, to where it belongs.
+// What was added up, those of a part's row side by side, to where it belongs.
 inline void store_pair(const PackedMatrix& m, std::int64_t block, std::int64_t last,
-                       std::int64_t num_tokens, std::int64_t num_rows, const float* sums,
-                       float* out, std::int64_t stride) {
+                       const EvenParts& parts, std::int64_t num_rows, const float* sums, float* out,
+                       std::int64_t stride) {
   for (std::int64_t b = block; b <= last; ++b) {
     const Output to = Output::of(m, b, num_rows, out, stride);
     const float* own = sums + (b - block) * kBlockRows;
-    for (std::int64_t t = 0; t < num_tokens; ++t) to.store(t, _mm512_load_ps(own + t * kSumStride));
+    for (std::int64_t p = 0; p < parts.count; ++p)
+      for (std::int64_t i = 0; i < parts.rows; ++i, own += kSumStride)
+        to.store(parts.first(p) + i, _mm512_load_ps(own));
   }
 }
 
@@ -176,14 +190,15 @@ inline void multiply_bf16(const PackedMatrix& m, std::int64_t begin, std::int64_
                           const Activations& x, std::int64_t num_tokens, std::int64_t num_rows,
                           float* out, std::int64_t stride) {
   thread_local Lines<float> sum_memory;
-  float* sums = sum_memory.of(num_tokens * kPairBlocks);
+  const EvenParts parts = EvenParts::of(num_tokens);
+  float* sums = sum_memory.of(parts.count * parts.rows * kPairBlocks);
   see_memory();
   const TileRounding rounding;  // of the bias
   FourTiles tiles;
   for (std::int64_t block = begin; block < end; block += kPairBlocks) {
     const std::int64_t last = std::min(block + kPairBlocks, end) - 1;
-    multiply_pair(tiles, m, block, last, x, num_tokens, sums);
-    store_pair(m, block, last, num_tokens, num_rows, sums, out, stride);
+    multiply_pair(tiles, m, block, last, x, parts, sums);
+    store_pair(m, block, last, parts, num_rows, sums, out, stride);
   }
 }
 

@@ -258,6 +258,10 @@ void few_tokens(const PackedMatrix& m, std::int64_t block, const Activations& x,
 }
 
 constexpr std::int64_t kFewTokens = 8;
+// Up to so many tokens, reading and decoding weights twice takes less time than keeping decoded ones in a panel:
+// with 9 to 16 tokens 1.1 to 1.3 less (Sapphire Rapids); not with minima, nor for floats.
+template <Format F>
+constexpr std::int64_t kMostFewByFew = (is_integer(F) && !kHasMinima<F> ? 2 : 1) * kFewTokens;
 
 // Multiplies up to two row blocks by up to `kFewTokens` tokens.
 template <Format F>
@@ -294,18 +298,20 @@ inline Activations from_token(Activations x, std::int64_t token) {
   return x;
 }
 
-// Multiplies any number of tokens, `kFewTokens` at a time. The first of them load the blocks into
-// the cache, the second ones prefetch the next blocks.
+// Multiplies any number of tokens, at most `kFewTokens` at a time. The first of them load the blocks
+// into the cache, the second ones prefetch the next blocks.
 template <Format F>
 void few_by_few(const PackedMatrix& m, FewBlocks blocks, bool is_last, const Activations& x,
                 std::int64_t num_tokens, std::int64_t num_rows, float* out, std::int64_t stride) {
   const std::int64_t block_bytes = code_bytes(F, m.cols);
-  for (std::int64_t t = 0; t < num_tokens; t += kFewTokens) {
-    const std::int64_t ahead = t == 0                        ? kAheadBytes
-                               : t == kFewTokens && !is_last ? (1 + blocks.second) * block_bytes
-                                                             : 0;
+  const std::int64_t times = (num_tokens + kFewTokens - 1) / kFewTokens;
+  for (std::int64_t i = 0; i < times; ++i) {
+    const std::int64_t t = i * num_tokens / times, count = (i + 1) * num_tokens / times - t;
+    const std::int64_t ahead = i == 0               ? kAheadBytes
+                               : i == 1 && !is_last ? (1 + blocks.second) * block_bytes
+                                                    : 0;
     float* to = out + t * stride;
-    few_at_once<F>(m, blocks, from_token(x, t), std::min(kFewTokens, num_tokens - t), ahead,
+    few_at_once<F>(m, blocks, from_token(x, t), count, ahead,
                    {Output::of(m, blocks.first, num_rows, to, stride),
                     Output::of(m, blocks.first + blocks.second, num_rows, to, stride)});
   }

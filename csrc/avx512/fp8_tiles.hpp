@@ -59,20 +59,22 @@ inline void multiply_fp8(const PackedMatrix& m, std::int64_t begin, std::int64_t
                          const Activations& x, std::int64_t num_tokens, std::int64_t num_rows,
                          float* out, std::int64_t stride) {
   thread_local Lines<float> memory;
-  float* totals = memory.of(num_tokens * kPairBlocks);
+  const EvenParts parts = EvenParts::of(num_tokens);
+  const std::int64_t part_floats = parts.rows * kSumStride;
+  float* totals = memory.of(parts.count * parts.rows * kPairBlocks);
   DecodedGroup group;
   const TileRounding rounding;  // of scales and of the bias
   FourTiles tiles;
   for (std::int64_t block = begin; block < end; block += kPairBlocks) {
     const std::int64_t last = std::min(block + kPairBlocks, end) - 1;
-    std::fill_n(totals, num_tokens * kSumStride, 0.0f);
+    std::fill_n(totals, parts.count * part_floats, 0.0f);
     for (std::int64_t k = 0; k < m.cols; k += kGroupCols) {
       group.fill(m, k / kGroupCols, block, last);
-      for (std::int64_t t = 0; t < num_tokens; t += kPairTokens)
-        group.multiply(tiles, x.bf16 + t * x.stride + k, x.stride,
-                       std::min(kPairTokens, num_tokens - t), totals + t * kSumStride);
+      for (std::int64_t p = 0; p < parts.count; ++p)
+        group.multiply(tiles, x.bf16 + parts.first(p) * x.stride + k, x.stride, parts.rows,
+                       totals + p * part_floats);
     }
-    store_pair(m, block, last, num_tokens, num_rows, totals, out, stride);
+    store_pair(m, block, last, parts, num_rows, totals, out, stride);
   }
 }
 

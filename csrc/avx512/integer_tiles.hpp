@@ -12,7 +12,7 @@ namespace {
 constexpr int kTileBlocks = 4;
 // Fewer tokens, or scales for fewer columns, take as long as in registers: scaling and adding a
 // tile's sums takes three times as long as computing them.
-constexpr std::int64_t kFewestOnTiles = 16, kColumnsOnTiles = 128;
+constexpr std::int64_t kFewestOnTiles = 17, kColumnsOnTiles = 128;
 
 // Instructions take tile numbers as literals: 0 and 1 are activations, 2 and 3 codes, 4 and 5 the
 // sums of two groups in turn.
@@ -130,29 +130,39 @@ class OnTiles {
     return (num_tokens + kTileTokens - 1) / kTileTokens;
   }
 
+  // All tiles have the same number of tokens (`even_rows`), so the last ones are also in the tile before.
   void multiply(const Panel& panel, Columns columns, const Activations& x, std::int64_t num_tokens,
                 const Results& results, Ahead ahead) {
     see_memory();  // stores that filled the panel
-    for (std::int64_t t = 0; t < num_tokens; t += kTileTokens) {
-      const std::int64_t count = std::min(kTileTokens, num_tokens - t);
-      const TokensOfTile<F, Group> tokens(x, columns, t, count);
-      tiles_.use_tokens(count);
-      multiply_tokens(panel, tokens, columns.count() / Group, {t, t + count}, results, ahead);
+    const std::int64_t rows = even_rows(num_tokens, kTileTokens);
+    tiles_.use_tokens(rows);
+    for (std::int64_t t = 0; t < num_tokens; t += rows) {
+      const Tokens some = Tokens::from(std::min(t, num_tokens - rows), t, rows);
+      const TokensOfTile<F, Group> tokens(x, columns, some.first, rows);
+      multiply_tokens(panel, tokens, columns.count() / Group, some, results, ahead);
     }
   }
 
  private:
+  // A tile's tokens, and in which of its rows they are its own; those before are also in another tile.
   struct Tokens {
-    std::int64_t begin, end;
+    std::int64_t first;
+    std::uint32_t own;
+
+    static Tokens from(std::int64_t first, std::int64_t own, std::int64_t rows) {
+      return {first, (1u << rows) - (1u << (own - first))};
+    }
+
+    bool has(int row) const { return (own >> row & 1) != 0; }
   };
 
   // While tiles multiply a group, the stored sums of the previous one are scaled and added.
   TANDEM_INLINE void multiply_tokens(const Panel& panel, const TokensOfTile<F, Group>& tokens,
-                                     std::int64_t groups, Tokens range, const Results& results,
+                                     std::int64_t groups, Tokens some, const Results& results,
                                      Ahead& ahead) {
     for (int b = 0; b < results.num_blocks; ++b) {
       __m512 totals[kTileTokens];
-      load(results, range, b, totals);
+      load(results, some, b, totals);
       start<0>(panel, tokens, 0, b);
       for (std::int64_t g = 0; g < groups; g += 2) {
         if (g * Group % kPieceColumns == 0 && b == 0) ahead.fetch_piece();
@@ -162,7 +172,7 @@ class OnTiles {
         if (g + 2 < groups) start<0>(panel, tokens, g + 2, b);
         tokens.add(panel, g + 1, b, sums_[1], totals);
       }
-      store(results, range, b, totals);
+      store(results, some, b, totals);
     }
   }
 
@@ -173,18 +183,23 @@ class OnTiles {
                                    panel.codes[b] + g * Group * kBlockRows, sums_[Turn]);
   }
 
-  static void load(const Results& results, Tokens range, int b, __m512 (&totals)[kTileTokens]) {
+  // Sums so far; without meaning in rows that are not the tile's own.
+  static void load(const Results& results, Tokens some, int b, __m512 (&totals)[kTileTokens]) {
     each<kTileTokens>([&](auto t) TANDEM_INLINED {
-      const bool has_some = !results.is_first && range.begin + t < range.end;
-      totals[t] = has_some ? _mm512_load_ps(results.at(range.begin + t, b, 0)) : _mm512_setzero_ps();
+      totals[t] =
+          results.is_first ? _mm512_setzero_ps() : _mm512_load_ps(results.at(some.first + t, b, 0));
     });
   }
 
-  static void store(const Results& results, Tokens range, int b,
+  static void store(const Results& results, Tokens some, int b,
                     const __m512 (&totals)[kTileTokens]) {
-    each<kTileTokens>([&](auto t) TANDEM_INLINED {
-      if (range.begin + t < range.end) results.store(range.begin + t, b, totals[t]);
-    });
+    const auto store_if = [&](auto t, bool is_own) TANDEM_INLINED {
+      if (is_own) results.store(some.first + t, b, totals[t]);
+    };
+    if (some.own == (1u << kTileTokens) - 1)
+      each<kTileTokens>([&](auto t) TANDEM_INLINED { store_if(t, true); });
+    else
+      each<kTileTokens>([&](auto t) TANDEM_INLINED { store_if(t, some.has(t)); });
   }
 
   IntegerTiles<Group> tiles_;

@@ -29,13 +29,17 @@ struct InRegisters {
   }
 };
 
+// Rows that a tile may read behind the last token.
+constexpr std::int64_t kSpareTokens = 15;
+
 // Where results go. Blocks beyond the end of the matrix have no results.
 template <Format F>
 Results results_of(const PackedMatrix& m, Blocks blocks, std::int64_t num_tokens,
                    std::int64_t num_rows, float* out, std::int64_t stride) {
   thread_local Lines<float> memory;
   const bool is_kept = m.cols > kPanelColumns<F>;
-  float* kept = is_kept ? memory.of(num_tokens * kMostBlocks * kParts<F>) : nullptr;
+  float* kept =
+      is_kept ? memory.of((num_tokens + kSpareTokens) * kMostBlocks * kParts<F>) : nullptr;
   Results results{kept, kParts<F>, true, true, blocks.count, {}};
   for (int b = 0; b < blocks.count; ++b)
     results.to[b] = Output::of(m, blocks.first + b, num_rows, out, stride);

@@ -1,6 +1,7 @@
 """Loads models, or puts stores, on the disk with host slots for a part of the experts."""
 
 from array import array
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tandem
-from tandem.experts.cache.host_slots import ExpertPlace, HostSlots
+from tandem.experts.cache.host_slots import ExpertPlace, HostSlots, num_transit
 from tandem.experts.store.host_store import HostStore
 from tandem.experts.store.packed_layer import PackedLayer
 from tandem.kernels import _native
@@ -37,15 +38,18 @@ def slots_of(model: Any) -> HostSlots:
     return slots
 
 
-def memory_for(packed: Path, share: float) -> str:
+def memory_for(packed: Path, share: float, *, has_device: bool = False) -> str:
     """Return the `expert_memory` that holds a share of a model's experts."""
     least = slots_of(tandem.load(packed, expert_memory="1GB"))
-    return str(least.transit_bytes + int(share * least.resident_bytes) + 1)
+    on_cpu, shared = (num_transit([1 << 30], has_device=device) for device in (False, has_device))
+    transit_bytes = least.transit_bytes + (shared - on_cpu) * least.slot_bytes
+    return str(transit_bytes + int(share * least.resident_bytes) + 1)
 
 
 def with_share(packed: Path, share: float, **options: Any) -> Any:
     """Load the model with host slots for a share of its experts."""
-    return tandem.load(packed, expert_memory=memory_for(packed, share), **options)
+    memory = memory_for(packed, share, has_device="device" in options)
+    return tandem.load(packed, expert_memory=memory, **options)
 
 
 def put_on_disk(
@@ -53,7 +57,7 @@ def put_on_disk(
 ) -> HostSlots:
     """Write a store's experts to a file and read them into host slots for a share of them.
 
-    The store's tensors stay, as expected values.
+    A device may hold some. The store's tensors stay, as expected values.
     """
     layers, places = [layer for layer in store if isinstance(layer, PackedLayer)], []
     with file.open("wb") as out:
@@ -63,6 +67,7 @@ def put_on_disk(
             out.write(b"".join(experts))
             sums = [_native.crc32c(array("B", expert), 0) for expert in experts]
             places.append(ExpertPlace(file, first, stride, tuple(sums)))
-    least = HostSlots(layers, places, 1 << 30, eviction=eviction, top_k=top_k)
+    make = partial(HostSlots, layers, places, eviction=eviction, top_k=top_k, has_device=True)
+    least = make(1 << 30)
     size = least.transit_bytes + int(share * least.resident_bytes) + 1
-    return HostSlots(layers, places, size, eviction=eviction, top_k=top_k)
+    return make(size)

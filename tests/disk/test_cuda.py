@@ -191,7 +191,7 @@ def test_a_model_that_does_not_fit_gets_slots_by_itself(
 ) -> None:
     packed = packed_model(tmp_path, "qwen3_next")
     expected = outputs_of(tandem.load(packed))
-    memory = int(memory_for(packed, 0.4))
+    memory = int(memory_for(packed, 0.4, has_device=True))
     for module in ("packed_reading", "disk_tier"):
         monkeypatch.setattr(f"tandem.hf.{module}.available_bytes", lambda: memory)
     monkeypatch.setattr("tandem.hf.disk_tier._RESERVED_BYTES", 0)

@@ -29,6 +29,7 @@ from tests.disk.loading import (
     LAYERS,
     TOP_K,
     ids,
+    memory_for,
     packed_model,
     put_on_disk,
     slots_of,
@@ -158,6 +159,19 @@ def test_a_device_over_memory_over_a_disk_has_the_bits_of_memory(
             assert torch.equal(found, expected)
     assert slots_of(model).statistics().read_bytes > 0
     assert runtime_in(with_memory).host_slots is None
+
+
+def test_a_cpu_alone_gives_the_slots_of_copies_to_resident_experts(
+    packed: Path, profile: str
+) -> None:
+    """Planned memory that no run touches would be memory that experts lack."""
+    memory = memory_for(packed, 0.5)
+    alone = slots_of(tandem.load(packed, expert_memory=memory))
+    device: dict[str, Any] = {"device": "emulated", "gpu_memory": "300KB", "profile": profile}
+    beside = slots_of(tandem.load(packed, expert_memory=memory, **device))
+    assert beside.transit_bytes - alone.transit_bytes == 3 * alone.slot_bytes
+    assert alone.resident_bytes > beside.resident_bytes
+    assert max(alone.num_bytes, beside.num_bytes) <= int(memory)
 
 
 def test_what_a_device_takes_is_counted_apart(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hybrid(packed: Path, tmp_path: Path) -> Any:
-    return load_hybrid(packed, "float32", tmp_path, expert_memory=memory_for(packed, 0.4))
+    memory = memory_for(packed, 0.4, has_device=True)
+    return load_hybrid(packed, "float32", tmp_path, expert_memory=memory)
 
 
 def test_prompts_and_steps_say_what_the_cpu_says(packed: Path, hybrid: Any) -> None:

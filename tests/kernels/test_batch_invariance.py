@@ -45,6 +45,9 @@ def threads_of(isa: str) -> CpuThreads:
 @example(fmt=find_format("fp16"), rows=1536, cols=576, num_tokens=3, is_bf16=False)
 @example(fmt=find_format("bf16"), rows=2048, cols=2048, num_tokens=2, is_bf16=False)
 @example(fmt=find_format("fp16"), rows=2048, cols=2048, num_tokens=9, is_bf16=False)
+@example(fmt=find_format("int8"), rows=96, cols=1536, num_tokens=33, is_bf16=False)
+@example(fmt=find_format("int4-g128"), rows=136, cols=640, num_tokens=47, is_bf16=False)
+@example(fmt=find_format("bf16"), rows=96, cols=576, num_tokens=37, is_bf16=False)
 @example(fmt=find_format("iq1_m"), rows=40, cols=300, num_tokens=9, is_bf16=False)
 @example(fmt=find_format("iq3_s"), rows=96, cols=512, num_tokens=3, is_bf16=False)
 def test_rows_of_a_dense_product(
@@ -70,6 +73,9 @@ def layer_of(fmt: WeightFormat, hidden: int, inner: int) -> Layer:
 @given(fmt=FORMATS_OF_LAYERS, hidden=SIZES, inner=SIZES, num_tokens=NUM_TOKENS)
 @example(fmt=find_format("bf16"), hidden=576, inner=640, num_tokens=64)
 @example(fmt=find_format("fp8"), hidden=640, inner=576, num_tokens=9)
+@example(fmt=find_format("fp8"), hidden=640, inner=384, num_tokens=43)
+@example(fmt=find_format("int4"), hidden=640, inner=96, num_tokens=13)
+@example(fmt=find_format("int8"), hidden=640, inner=384, num_tokens=17)
 def test_routed_tokens_of_an_expert(
     isa: str, fmt: WeightFormat, hidden: int, inner: int, num_tokens: int
 ) -> None:

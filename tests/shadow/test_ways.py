@@ -105,7 +105,7 @@ def test_a_checkpoint_of_any_kind_is_loaded(make: Callable[[Path], Path], tmp_pa
 @in_dry_gpu
 def test_experts_on_a_disk_come_to_the_gpu_out_of_pinned_slots(tmp_path: Path) -> None:
     checkpoint = packed(tmp_path)
-    expected, memory = outputs_on_cpu(checkpoint), memory_for(checkpoint, 0.4)
+    expected, memory = outputs_on_cpu(checkpoint), memory_for(checkpoint, 0.4, has_device=True)
     with shadow_gpu() as gpu, quick_loads():
         with loaded(checkpoint, tmp_path, expert_memory=memory) as model:
             slots = slots_of(model)

@@ -150,6 +150,7 @@ def _over_disk(
         raise offload.no_slots_for_plain()
     if expert_memory is not None and not files:
         offload.require_no_slots("this model")
+    from tandem.devices import kind_of
     from tandem.forecast.disk_forecast import slots_over_disk
 
     has_all = plan.fits if expert_memory is None else expert_memory >= plan.sizes.experts_bytes
@@ -157,7 +158,10 @@ def _over_disk(
         return None, None
     room = _room_for_slots(plan) if expert_memory is None else expert_memory
     try:
-        slots = slots_over_disk(plan.sizes, room, is_given=expert_memory is not None)
+        slots = slots_over_disk(
+            plan.sizes, room, has_device=kind_of(plan.device).machine != "",
+            is_given=expert_memory is not None,
+        )  # fmt: skip
     except CapacityError:  # not even room for the slots that layers share
         if expert_memory is not None:
             raise

@@ -60,7 +60,7 @@ class DiskOptions:
             )
         return profile.disk.most_bytes_per_second
 
-    def share(self, costs: "ShapeCosts") -> float:
+    def share(self, costs: "ShapeCosts", *, has_device: bool) -> float:
         """Return the share of the experts that host slots hold.
 
         The share is --host-experts, or what fits into --expert-memory, computed as in loading.
@@ -72,7 +72,8 @@ class DiskOptions:
 
         memory, layers = parse_bytes(self.expert_memory, name="expert_memory"), costs.num_moe_layers
         sizes = [whole_pages(costs.expert_bytes)] * layers
-        return share_of(memory, sizes, [costs.num_experts] * layers)
+        counts = [costs.num_experts] * layers
+        return share_of(memory, sizes, counts, has_device=has_device)
 
 
 def simulate_disk(
@@ -92,7 +93,7 @@ def simulate_disk(
     on_disk = DiskConditions(
         costs=costs,
         bytes_per_second=options.rate(conditions.profile),
-        share=options.share(costs),
+        share=options.share(costs, has_device=False),
         batch=conditions.batch,
         prompt=conditions.prompt,
         limit=conditions.limit,
@@ -119,7 +120,8 @@ def with_disk(
         bytes_per_second=(options.rate(conditions.profile),),
     )
     memory = HostShare(
-        share=options.share(costs), make_eviction=host_slot_eviction(eviction, POLICIES.evictions)
+        share=options.share(costs, has_device=True),
+        make_eviction=host_slot_eviction(eviction, POLICIES.evictions),
     )
     profile = replace(conditions.profile, disk=disk)
     return replace(conditions, profile=profile, memory=memory)

@@ -46,16 +46,18 @@ class DiskForecast:
     decode_seconds: float
 
 
-def slots_over_disk(sizes: ModelSizes, room_bytes: int, *, is_given: bool = False) -> SlotsOverDisk:
+def slots_over_disk(
+    sizes: ModelSizes, room_bytes: int, *, has_device: bool, is_given: bool = False
+) -> SlotsOverDisk:
     """Return the host slots that fit in `room_bytes`.
 
     Raises `CapacityError` if not even the transit slots fit.
     """
     num_layers, num_experts = sizes.num_moe_layers, geometry_of(sizes).num_experts
     slot_bytes, counts = whole_pages(sizes.expert_image_bytes), [num_experts] * num_layers
-    share = share_of(room_bytes, [slot_bytes] * num_layers, counts)
+    share = share_of(room_bytes, [slot_bytes] * num_layers, counts, has_device=has_device)
     num_slots = num_layers * int(num_experts * share)
-    num_bytes = (num_slots + num_transit(counts)) * slot_bytes
+    num_bytes = (num_slots + num_transit(counts, has_device=has_device)) * slot_bytes
     return SlotsOverDisk(share, num_slots, num_bytes, is_given)
 
 

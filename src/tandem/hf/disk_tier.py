@@ -56,7 +56,10 @@ def slots_over(model: PreTrainedModel, options: OffloadConfig, *, reserved_bytes
     top_k = experts_per_token(model.config.get_text_config())
     options.require_slots_follow()
     try:
-        slots = HostSlots(layers, places, memory, eviction=options.eviction, top_k=top_k)
+        slots = HostSlots(
+            layers, places, memory, eviction=options.eviction, top_k=top_k,
+            has_device=kind_of(options.device).machine != "",
+        )  # fmt: skip
     except CapacityError:
         if options.expert_memory_bytes is not None:
             raise

@@ -29,7 +29,8 @@ _PIECE_BYTES = 1280 << 10
 # Slots for experts of any layer that only pass through: those not admitted, and those of a prompt's
 # next layer.
 _TRANSIT_SLOTS = 32
-_HELD_SLOTS = 4  # experts on their way to a device; memory does not keep them
+# Slots for held experts: those on their way to a device, or the one that torch code computes.
+_HELD_FOR_DEVICE, _HELD_FOR_CPU = 4, 1
 # A request fails after this time without a byte, long enough for a disk to spin up.
 _PATIENCE_SECONDS = 60.0
 _HUGE_PAGE_BYTES = 2 << 20
@@ -95,6 +96,7 @@ class HostSlots:
         *,
         eviction: str,
         top_k: int,
+        has_device: bool,
     ) -> None:
         """Allocate slots in at most `memory_bytes`, and set `layer.slots` of each layer.
 
@@ -106,14 +108,15 @@ class HostSlots:
             for layer, place in zip(layers, places, strict=True)
         ]
         counts = [layer.arrivals.num_experts for layer in layers]
-        self.share = share_of(memory_bytes, sizes, counts)
+        self.share = share_of(memory_bytes, sizes, counts, has_device=has_device)
         """The share of each layer's experts that memory holds."""
         self.num_slots = [int(count * self.share) for count in counts]
         self.slot_bytes = max(sizes)
         self.files = sorted({place.file for place in places})
         self.has_sums = all(place.sums for place in places)
         """Whether all files have checksums, so that damaged bytes are detected."""
-        self._transit = page_aligned(num_transit(counts), max(sizes))
+        shared = num_transit(counts, has_device=has_device)
+        self._transit = page_aligned(shared, max(sizes))
         self.transit_bytes = self._transit.nbytes
         self._memory = list(map(page_aligned, self.num_slots, sizes))
         self.memory = *self._memory, self._transit
@@ -132,8 +135,9 @@ class HostSlots:
         ]  # fmt: skip
         try:
             self.native = _native.HostSlots(
-                entries, self._transit, _HELD_SLOTS, READERS, _PIECE_BYTES, _PATIENCE_SECONDS
-            )
+                entries, self._transit, _num_held(has_device), READERS, _PIECE_BYTES,
+                _PATIENCE_SECONDS,
+            )  # fmt: skip
         except RuntimeError as error:
             raise ModelError(str(error)) from None
         self._routers: Sequence[AheadRouter | None] | None = None
@@ -182,21 +186,27 @@ class HostSlots:
         )  # fmt: skip
 
 
-def num_transit(counts: Sequence[int]) -> int:
+def num_transit(counts: Sequence[int], *, has_device: bool) -> int:
     """Return the number of transit slots, and slots for held experts, that all layers share.
 
-    `counts` are the layers' numbers of experts.
+    `counts` are the layers' numbers of experts. With a device, it takes copies of experts.
     """
-    return min(_TRANSIT_SLOTS, *counts) + _HELD_SLOTS
+    return min(_TRANSIT_SLOTS, *counts) + _num_held(has_device)
 
 
-def share_of(memory_bytes: int, sizes: Sequence[int], counts: Sequence[int]) -> float:
+def _num_held(has_device: bool) -> int:
+    return _HELD_FOR_DEVICE if has_device else _HELD_FOR_CPU
+
+
+def share_of(
+    memory_bytes: int, sizes: Sequence[int], counts: Sequence[int], *, has_device: bool
+) -> float:
     """Return the share of all experts that fits in memory beside the slots that layers share.
 
     `sizes` and `counts` are each layer's slot size in bytes and number of experts. Raises
     `CapacityError` if the shared slots (`num_transit`) alone do not fit.
     """
-    shared = num_transit(counts) * max(sizes)
+    shared = num_transit(counts, has_device=has_device) * max(sizes)
     room = memory_bytes - shared
     if room < 0:
         raise CapacityError(
