@@ -30,6 +30,8 @@ from benchmarks.plan.draws import Configuration, draw
 from benchmarks.plan.found import Found, KeptFinds, figures
 from benchmarks.plan.verdict import TOLERANCE, Planned, Taken, differences, memory_ratio
 
+from tandem.experts.store.host_memory import available_bytes
+
 _ENDED_FOR_MEMORY = (-9, 137, 2)  # killed, or refused with a sentence
 
 
@@ -42,6 +44,9 @@ def check(configuration: Configuration, folder: Path, *, has_speed: bool) -> Fou
     free = job.plan()
     if isinstance(free, int):
         found.wrong.append(f"tandem plan ended with {free}")
+        return found
+    if (configuration.device_share or 0.0) * free.experts > available_bytes():
+        found.not_tried = "its emulated device is larger than this machine's free memory"
         return found
     share = configuration.memory_share
     limit = None if share is None else int(share * free.host)
